@@ -1,0 +1,51 @@
+# `make demo` and `make test` need Python 3.10+ and make; everything else is installed into .venv.
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?= -n 2
+DEMO_ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help .venv demo test test-slow lint format clean
+
+help:
+	@echo "make demo       train a small Titans for a minute, save it, load it back, let it write (DEMO_ARGS=...)"
+	@echo "make test       the test suite (PYTEST_ARGS=...)"
+	@echo "make test-slow  the tests that take longer"
+	@echo "make lint       ruff and the import contracts"
+	@echo "make format     let ruff rewrite the files"
+	@echo "make clean      remove caches and build products (.venv and runs/ stay)"
+
+.venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e ".[dev,viz]"
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python scripts/demo.py $(DEMO_ARGS)
+
+# One thread per worker: two workers with two threads each would fight over the cores of a small machine.
+test test-slow: export OMP_NUM_THREADS = 1
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

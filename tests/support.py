@@ -1,0 +1,77 @@
+"""Tiny models and tensors with pairwise different sizes, and the one way in which tests compare numbers."""
+
+import torch
+from torch import Tensor
+
+from titans_hf import MemoryState, TitansConfig, TitansForCausalLM
+
+VARIANTS = ("mac", "mag", "mal", "lmm")
+VOCAB = 29
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+def tiny_config(variant: str, **overrides) -> TitansConfig:
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 14,
+        "intermediate_size": 22,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "memory_num_heads": 3,
+        "memory_chunk_size": 3,
+        "segment_size": 6,
+        "sliding_window": 5,
+        "num_persistent_tokens": 2,
+        "pad_token_id": 0,
+    }
+    return TitansConfig(variant=variant, **{**sizes, **overrides})
+
+
+def tiny_model(variant: str, dtype: torch.dtype = torch.float64, seed: int = 0, **overrides) -> TitansForCausalLM:
+    """A model in which every parameter matters: all of them are moved away from their start."""
+    torch.manual_seed(seed)
+    model = TitansForCausalLM(tiny_config(variant, **overrides)).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def random_ids(batch: int, tokens: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, VOCAB, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Equal up to `tolerance`, relative to max(1, max |expected|)."""
+    assert actual.shape == expected.shape
+    scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
+    error = (actual - expected).abs().max().item() / scale if expected.numel() else 0.0
+    assert error <= tolerance, f"off by {error:.2e}, allowed {tolerance:.0e}"
+
+
+def memory_inputs(B=2, T=19, H=3, D=5, depth=2, expansion=2, dtype=torch.float64, seed=0, closed_gates=False):
+    """Random tokens `(q, k, v, theta, eta, alpha)` and a state whose momentum is not zero.
+
+    With `closed_gates`, some forget and momentum gates are exactly 0 and some exactly 1.
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    def uniform(*shape):
+        return torch.rand(*shape, generator=g, dtype=torch.float64)
+
+    q, k, v = normal(B, T, H, D), torch.nn.functional.normalize(normal(B, T, H, D), dim=-1), normal(B, T, H, D)
+    theta, eta, alpha = 0.2 * uniform(B, T, H), uniform(B, T, H), 0.4 * uniform(B, T, H)
+    if closed_gates:
+        for gate in (eta, alpha):
+            draw = uniform(B, T, H)
+            gate[draw < 0.25], gate[draw > 0.75] = 0.0, 1.0
+    widths = [D, *[expansion * D] * (depth - 1), D]
+    weights = tuple(normal(B, H, i, o) / i**0.5 for i, o in zip(widths, widths[1:], strict=False))
+    momentum = tuple(0.1 * normal(*W.shape) for W in weights)
+    tokens = [x.to(dtype) for x in (q, k, v, theta, eta, alpha)]
+    return tokens, MemoryState(tuple(W.to(dtype) for W in weights), tuple(S.to(dtype) for S in momentum))

@@ -1,0 +1,313 @@
+"""Attention over a window or a segment, with learned or retrieved tokens in front (Section 4), at local rotary positions.
+
+Axis letters: B batch, T tokens, H heads, D head width, P persistent tokens, C segment, W window, K keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .cache_titans import LayerCarry, TitansCacheLayer
+from .configuration_titans import TitansConfig
+from .memory_ops import on_host, state_dtype
+from .neural_memory import last_tokens
+
+
+@dataclass
+class Rows:
+    """Where the rows of a batch stand in one pass through the layers.
+
+    Attributes:
+        seen: [B] real tokens each row has read before.
+        lengths: [B] real tokens of this pass, at the front of each row; None means all, or that nobody will ask: what
+            stands behind a row's last token changes nothing before it, so without a cache it need not be told apart.
+        width: token columns of this pass.
+        keep: whether a cache takes over the state after this pass.
+        spare: tokens that tails keep beyond what the next token needs (for `crop`).
+        fresh: which rows have read nothing: True, False, or [B] where rows differ.
+        reach: the most tokens that any row has read before.
+    """
+
+    seen: Tensor
+    lengths: Tensor | None
+    width: int
+    keep: bool = False
+    spare: int = 0
+    fresh: bool | Tensor = True
+    reach: int = 0
+    _shared: dict = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, x: Tensor, lengths: Tensor | None, cache_layer: TitansCacheLayer | None) -> "Rows":
+        """The rows of `x` [B, T, hidden], given the cache of any layer: all layers have read the same tokens."""
+        B, width = x.shape[:2]
+        unread = torch.zeros(B, dtype=torch.long, device=x.device)
+        if cache_layer is None:
+            return cls(unread, None, width)
+        kept = {"keep": True, "spare": cache_layer.spare}
+        if cache_layer.seen is None:
+            return cls(unread, lengths, width, **kept)
+        seen, counts = cache_layer.seen, on_host(cache_layer.seen)
+        if counts is None:
+            return cls(seen, lengths, width, **kept, fresh=False, reach=2**31)
+        fresh = seen == 0 if 0 in counts and any(counts) else not any(counts)
+        return cls(seen, lengths, width, **kept, fresh=fresh, reach=max(counts))
+
+    @property
+    def batch_size(self) -> int:
+        return self.seen.shape[0]
+
+    def shared(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """What all layers need alike (masks, rotations) is made once per pass."""
+        if name not in self._shared:
+            self._shared[name] = make()
+        return self._shared[name]
+
+    def start(self, past: LayerCarry | None, begin: Callable[[], LayerCarry]) -> LayerCarry:
+        """The carry this pass starts from: the past, and a new beginning for rows that have read nothing."""
+        if past is None or self.fresh is True:
+            return begin()
+        if self.fresh is False:
+            return past
+        return begin().select(self.fresh, past)
+
+
+class TitansRotaryEmbedding(nn.Module):
+    """Rotary angles at local positions, in float32 or better."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: TitansConfig):
+        super().__init__()
+        self.config = config
+        self.rope_type = config.rope_parameters["rope_type"]
+        make = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
+        inv_freq, self.attention_scaling = make(config)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: TitansConfig, device=None, **kwargs) -> tuple[Tensor, float]:
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float, device=device) / config.head_dim
+        return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [..., T, 1, D] for positions [..., T], in the dtype of `x`."""
+        precise = state_dtype(x.dtype)
+        angles = positions[..., None].to(precise) * self.inv_freq.to(x.device, precise)
+        angles = torch.cat((angles, angles), dim=-1)[..., None, :]
+        return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair of channels of `x` [B, T, H, D] by its token's angle."""
+    cos, sin = rotation
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """Attention written out, with its weights. Shapes as in transformers: [B, H, T, D]; the mask is True where visible."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = query @ key.mT * scaling
+    scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1, dtype=state_dtype(scores.dtype)).to(query.dtype)
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class TitansAttention(nn.Module):
+    """Projections, rotation and the call into transformers' attention interface, for windows and for segments."""
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim, self.scaling = config.head_dim, config.head_dim**-0.5
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.attention_dropout, self.is_causal = config.attention_dropout, True
+        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
+
+    def queries(self, x: Tensor) -> Tensor:
+        return self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs) -> tuple[Tensor, Tensor | None]:
+        """Attention of q [B, T, H, D] over k, v [B, K, H_kv, D] where `mask` [B or 1, 1, T, K] is True.
+
+        Returns the heads side by side, [B, T, H D], and the weights [B, H, T, K] if the implementation has them.
+        """
+        implementation = self.config._attn_implementation
+        attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        if implementation == "flex_attention":
+            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
+            mask = mask.expand(q.shape[0], -1, -1, -1)
+        out, weights = attention(
+            self,
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return out.flatten(-2), weights
+
+
+class SlidingAttention(TitansAttention):
+    """Attention to the last W tokens and to a prefix that is always visible.
+
+    Keys are kept unrotated and turned relative to the oldest key in sight. The prefix is not rotated and meets the
+    unrotated query: queries and keys are laid out as [rotated | unrotated] channels, with zeros where the two do not meet.
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        prefix: tuple[Tensor, Tensor] | None,
+        tails: tuple[Tensor, Tensor] | None,
+        rows: Rows,
+        rotary: TitansRotaryEmbedding,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """x [B, T, hidden], prefix keys and values [B, P, H_kv, D], tails [B, N, H_kv, D] of earlier tokens.
+
+        Returns the output [B, T, hidden], attention weights [B, H, T, P + past + T] (if asked for), and the window's new tails.
+        """
+        q = self.queries(x)
+        k, v = self.keys_values(x)
+        window, past = {}, 0
+        if tails is not None:
+            past = min(self.config.sliding_window - 1, rows.reach)
+            size = tails[0].shape[1]
+            k, v = torch.cat((tails[0], k), dim=1), torch.cat((tails[1], v), dim=1)
+            window = {"keys": last_tokens(k, rows.lengths, size), "values": last_tokens(v, rows.lengths, size)}
+            k, v = k[:, size - past :], v[:, size - past :]
+        if self.config._attn_implementation == "flash_attention_2":
+            out, weights = self._flash(q, k, v, past, rows, rotary)
+        elif output_attentions or x.shape[1] <= self.config.sliding_window:
+            out, weights = self._dense(q, k, v, prefix, past, rows, rotary)
+        else:
+            out, weights = self._blocks(q, k, v, prefix, past, rows, rotary)
+        return self.o_proj(out), weights, window
+
+    def _dense(self, q, k, v, prefix, past, rows, rotary):
+        """All queries over all keys in sight of this pass."""
+        K = k.shape[1]
+        positions = torch.arange(K, device=q.device)
+        turn = rows.shared("dense rotation", lambda: rotary(q, positions))
+        mask = rows.shared("dense mask", lambda: self._window_mask(positions[past:], positions, past, rows))
+        q, k = self._lay_out(q, k, (turn[0][past:], turn[1][past:]), turn, prefix)
+        return self.attend(q, k, self._with_prefix(v, prefix), self._see_prefix(mask, prefix))
+
+    def _blocks(self, q, k, v, prefix, past, rows, rotary):
+        """Queries in blocks of W, each over its own and the block before it: linear in T, and positions below 2 W."""
+        B, T = q.shape[:2]
+        W = self.config.sliding_window
+        short = -T % W
+        q = F.pad(q, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, W))  # [B, blocks, W, H, D]
+        k, v = (F.pad(x, (0, 0, 0, 0, W - past, short)).unflatten(1, (-1, W)) for x in (k, v))
+        k, v = (torch.cat((x[:, :-1], x[:, 1:]), dim=2).flatten(0, 1) for x in (k, v))  # [B blocks, 2 W, H_kv, D]
+        blocks = q.shape[1]
+        positions = torch.arange(2 * W, device=q.device)
+        turn = rows.shared("block rotation", lambda: rotary(q, positions))
+        mask = rows.shared("block mask", lambda: self._block_mask(positions, blocks, rows))
+        if prefix is not None:
+            prefix = tuple(x.repeat_interleave(blocks, dim=0) for x in prefix)
+        q, k = self._lay_out(q.flatten(0, 1), k, (turn[0][W:], turn[1][W:]), turn, prefix)
+        out, weights = self.attend(q, k, self._with_prefix(v, prefix), self._see_prefix(mask, prefix))
+        return out.unflatten(0, (B, blocks)).flatten(1, 2)[:, :T], weights
+
+    def _flash(self, q, k, v, past, rows, rotary):
+        """Flash attention's own sliding window; its padding mask hides the slots that a row has not filled yet."""
+        positions = torch.arange(k.shape[1], device=q.device)
+        turn = rotary(q, positions)
+        q, k = rotate(q, (turn[0][past:], turn[1][past:])), rotate(k, turn)
+        mask = None
+        if past and min(on_host(rows.seen)) < past:
+            mask = positions >= past - rows.seen[:, None]
+        return self.attend(q, k, v, mask, sliding_window=self.config.sliding_window)
+
+    def _window_mask(self, queries: Tensor, keys: Tensor, past: int, rows: Rows) -> Tensor:
+        distance = queries[:, None] - keys
+        visible = (distance >= 0) & (distance < self.config.sliding_window)
+        if past == 0:
+            return visible[None, None]
+        filled = keys >= past - rows.seen[:, None]
+        return visible[None, None] & filled[:, None, None]  # [B, 1, T, K]
+
+    def _block_mask(self, positions: Tensor, blocks: int, rows: Rows) -> Tensor:
+        W = self.config.sliding_window
+        visible = self._window_mask(positions[W:], positions, 0, rows)[0]  # [1, W, 2 W]
+        first = visible & self._window_mask(positions[W:], positions, W, rows)[:, 0, None]  # [B, 1, W, 2 W]
+        later = visible.expand(rows.batch_size, blocks - 1, W, 2 * W)
+        return torch.cat((first, later), dim=1).flatten(0, 1)[:, None]  # [B blocks, 1, W, 2 W]
+
+    def _lay_out(self, q, k, turn_q, turn_k, prefix):
+        turned_q, turned_k = rotate(q, turn_q), rotate(k, turn_k)
+        if prefix is None:
+            return turned_q, turned_k
+        keys = torch.cat((F.pad(prefix[0], (self.head_dim, 0)), F.pad(turned_k, (0, self.head_dim))), dim=1)
+        return torch.cat((turned_q, q), dim=-1), keys
+
+    def _with_prefix(self, v: Tensor, prefix) -> Tensor:
+        return v if prefix is None else torch.cat((prefix[1], v), dim=1)
+
+    def _see_prefix(self, mask: Tensor, prefix) -> Tensor:
+        return mask if prefix is None else F.pad(mask, (prefix[0].shape[1], 0), value=True)
+
+
+class SegmentAttention(TitansAttention):
+    """Attention of a segment's tokens over [persistent | retrieved | segment], each at its fixed rotary slot.
+
+    Persistent token p stands at p, retrieved token j at P + j and segment token j at P + C + j. Token i sees every
+    persistent token, and retrieved and segment tokens j <= i: nothing of its own segment's future.
+    """
+
+    def forward(self, q, kv, persistent_kv, past_kv, past: int, rows: Rows, places: Tensor, output_attentions):
+        """Attend in one piece of a segment.
+
+        Args:
+            q: queries [B, T, H, D], rotated.
+            kv: keys and values of the piece's retrieved and segment tokens, four of [B, T, H_kv, D], keys rotated.
+            persistent_kv: [B, P, H_kv, D] twice, or None.
+            past_kv: the tails of `kv` from earlier pieces, [B, N, H_kv, D].
+            past: how many tokens of the tails belong to some row's open segment.
+            places: [B] tokens in each row's open segment.
+        """
+        if past:
+            kv = [torch.cat((tail[:, tail.shape[1] - past :], new), dim=1) for tail, new in zip(past_kv, kv, strict=True)]
+        k, v = torch.cat((kv[0], kv[2]), dim=1), torch.cat((kv[1], kv[3]), dim=1)
+        T, keys = q.shape[1], torch.arange(past + q.shape[1], device=q.device)
+        visible = (keys <= keys[past:, None])[None]  # [1, T, past + T]
+        if past:
+            visible = visible & (keys >= past - places[:, None])[:, None]
+        mask = torch.cat((visible, visible), dim=-1)[:, None]
+        if persistent_kv is not None:
+            k, v = torch.cat((persistent_kv[0], k), dim=1), torch.cat((persistent_kv[1], v), dim=1)
+            mask = F.pad(mask, (persistent_kv[0].shape[1], 0), value=True)
+        out, weights = self.attend(q, k, v, mask)
+        if output_attentions and weights is not None:
+            weights = self._by_slot(weights, past, places)
+        return self.o_proj(out), weights
+
+    def _by_slot(self, weights: Tensor, past: int, places: Tensor) -> Tensor:
+        """Move the columns [P | past + T retrieved | past + T segment] to their slots [P | C | C]."""
+        C, P = self.config.segment_size, self.config.num_persistent_tokens
+        keys = (weights.shape[-1] - P) // 2
+        slot = (torch.arange(keys, device=weights.device) - past + places[:, None]).clamp(0, C - 1)  # [B, keys]
+        persistent = torch.arange(P, device=weights.device).expand(len(slot), P)
+        index = torch.cat((persistent, P + slot, P + C + slot), dim=1)[:, None, None].expand_as(weights)
+        return weights.new_zeros(*weights.shape[:-1], P + 2 * C).scatter_add(-1, index, weights)

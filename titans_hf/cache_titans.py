@@ -1,0 +1,502 @@
+"""The cache of a Titans model: the memory, and the short tails that attention and convolution look back on.
+
+A layer's cache has a constant size. Forward passes never change its tensors in place: they hand over a new `LayerCarry`,
+so autograd can go through a carried cache. To be cropped, a layer also keeps an older memory state and the tokens written
+since (at most `LOG_COLUMNS`), from which any of the last `REWIND` tokens' states is computed again, exactly.
+
+Axis letters: B batch, N tokens of a tail, H memory heads, D head width. Tails are right-aligned: a row's newest token is last.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from .memory_ops import MemoryState, neural_memory, on_host, take, where_rows
+from .neural_memory import Written
+
+REWIND = 64  # tokens that `crop` can remove
+LOG_LIMIT = 2 * REWIND  # token columns that one pass may add to the log
+LOG_COLUMNS = REWIND + LOG_LIMIT
+
+# Fields that give a cache its shape and meaning; a cache filled under one value cannot be read under another.
+GEOMETRY = (
+    "variant",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "segment_size",
+    "sliding_window",
+    "num_persistent_tokens",
+    "memory_num_heads",
+    "memory_depth",
+    "memory_expansion",
+    "memory_chunk_size",
+    "memory_max_surprise",
+    "memory_conv",
+    "memory_conv_width",
+)
+
+PADDING, SEEN, WRITTEN = 0, 1, 2  # what a row holds in a column of the log
+
+
+@dataclass
+class LayerCarry:
+    """Everything one block carries from call to call; every tensor has the batch first.
+
+    Attributes:
+        memory: weights, momentum and the open chunk, always with its open-chunk fields.
+        tails: right-aligned [B, N, ...]: inputs of the convolution, keys and values of the window or the segment.
+        fixed: tensors that no token changes (MAL's attention prefix).
+        segment_weights: MAC's memory at the start of the open segment.
+    """
+
+    memory: MemoryState
+    tails: dict[str, Tensor] = field(default_factory=dict)
+    fixed: dict[str, Tensor] = field(default_factory=dict)
+    segment_weights: tuple[Tensor, ...] | None = None
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "LayerCarry":
+        segment = self.segment_weights
+        return LayerCarry(
+            self.memory.map(fn),
+            {name: fn(x) for name, x in self.tails.items()},
+            {name: fn(x) for name, x in self.fixed.items()},
+            None if segment is None else tuple(map(fn, segment)),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.memory.tensors(), *self.tails.values(), *self.fixed.values(), *(self.segment_weights or ())]
+
+    def select(self, rows: Tensor, other: "LayerCarry") -> "LayerCarry":
+        """Rows of this carry where `rows` [B] is True, rows of `other` elsewhere."""
+        theirs = iter(other.tensors())
+        return self.map(lambda mine: where_rows(rows, mine, next(theirs)))
+
+
+def compact(x: Tensor) -> Tensor:
+    """A tensor that owns just its own bytes: a view would keep the whole prefill alive."""
+    return x if x.untyped_storage().nbytes() == x.nbytes and x.is_contiguous() else x.clone()
+
+
+class RewindLog:
+    """An older state of the memory and the tokens since, to compute the states in between again.
+
+    Columns are added at the cursor in place; the tensors are detached, so gradients do not pass through a rewind.
+    """
+
+    def __init__(self, config: PreTrainedConfig):
+        self.config = config
+        self.base: MemoryState | None = None
+        self.base_segment: tuple[Tensor, ...] | None = None
+        self.base_seen: Tensor | None = None  # [B]
+        self.tokens: Tensor | None = None  # [B, LOG_COLUMNS, H, 2 D + 3]: k, v, theta, eta, alpha
+        self.kind: Tensor | None = None  # [B, LOG_COLUMNS]: PADDING, SEEN (read only) or WRITTEN
+        self.cursor = 0
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply a batch operation to every tensor."""
+        if self.base is None:
+            return
+        self.base = self.base.map(fn)
+        self.base_segment = None if self.base_segment is None else tuple(map(fn, self.base_segment))
+        self.base_seen, self.tokens, self.kind = fn(self.base_seen), fn(self.tokens), fn(self.kind)
+
+    def tensors(self) -> list[Tensor]:
+        if self.base is None:
+            return []
+        return [*self.base.tensors(), *(self.base_segment or ()), self.base_seen, self.tokens, self.kind]
+
+    @torch.no_grad()
+    def restart(self, carry: LayerCarry, seen: Tensor) -> None:
+        """Rewinding begins at the given carry."""
+        self.base = carry.memory.map(Tensor.detach)
+        self.base_segment = None if carry.segment_weights is None else tuple(x.detach() for x in carry.segment_weights)
+        self.base_seen, self.cursor = seen, 0
+        W = carry.memory.weights[0]
+        if self.tokens is None:
+            B, H, D = W.shape[:3]
+            self.tokens = W.new_zeros(B, LOG_COLUMNS, H, 2 * D + 3)
+            self.kind = torch.zeros(B, LOG_COLUMNS, dtype=torch.int8, device=W.device)
+
+    @torch.no_grad()
+    def rows_restart(self, rows: Tensor, carry: LayerCarry) -> None:
+        """The given rows [B] read their first token now: for them rewinding begins at the given carry."""
+        self.base = carry.memory.map(Tensor.detach).select(rows, self.base)
+        if self.base_segment is not None:
+            pairs = zip(carry.segment_weights, self.base_segment, strict=True)
+            self.base_segment = tuple(where_rows(rows, x.detach(), old) for x, old in pairs)
+        self.base_seen = self.base_seen.masked_fill(rows, 0)
+        self.kind = self.kind.masked_fill(rows[:, None], PADDING)
+
+    @torch.no_grad()
+    def append(self, written: Written, lengths: Tensor | None, read_only: bool) -> None:
+        """Note the tokens of one pass, at most `LOG_LIMIT`."""
+        if self.tokens.is_inference() and not torch.is_inference_mode_enabled():
+            self.tokens, self.kind = self.tokens.clone(), self.kind.clone()
+        if self.cursor + written.k.shape[1] > LOG_COLUMNS:
+            self._drop_oldest()
+        columns = slice(self.cursor, self.cursor + written.k.shape[1])
+        self.tokens[:, columns] = torch.cat((written.k, written.v, written.gates.transpose(2, 3)), dim=-1)
+        kind = SEEN if read_only else WRITTEN
+        if lengths is None:
+            self.kind[:, columns] = kind
+        else:
+            real = torch.arange(written.k.shape[1], device=lengths.device) < lengths[:, None]
+            self.kind[:, columns] = real.to(torch.int8) * kind
+        self.cursor = columns.stop
+
+    def _drop_oldest(self) -> None:
+        """Move the base forward until `REWIND` columns remain."""
+        passed = self.cursor - REWIND
+        kept = self.kind.clone()
+        kept[:, passed:] = PADDING
+        self.base, self.base_segment = self.replay(kept)
+        self.base_seen = self.base_seen + (kept > PADDING).sum(1)
+        self.tokens, self.kind = self.tokens.roll(-passed, dims=1), self.kind.roll(-passed, dims=1)
+        self.cursor = REWIND
+
+    @torch.no_grad()
+    def replay(self, kind: Tensor) -> tuple[MemoryState, tuple[Tensor, ...] | None]:
+        """The memory after the base and the tokens that `kind` [B, LOG_COLUMNS] keeps, and MAC's segment start there."""
+        state = self._write(kind == WRITTEN)
+        if self.base_segment is None:
+            return state, None
+        C = self.config.segment_size
+        seen = (kind > PADDING).cumsum(1)
+        segment_start = (self.base_seen + seen[:, -1]) // C * C
+        inside = segment_start > self.base_seen
+        if not bool(inside.any()):
+            return state, self.base_segment
+        until_start = (kind == WRITTEN) & (seen <= (segment_start - self.base_seen)[:, None])
+        weights, _ = self._write(until_start).current()
+        return state, tuple(where_rows(inside, *pair) for pair in zip(weights, self.base_segment, strict=True))
+
+    def _write(self, mask: Tensor) -> MemoryState:
+        if not bool(mask.any()):
+            return self.base
+        used = slice(0, max(1, self.cursor))
+        D = (self.tokens.shape[-1] - 3) // 2
+        k, v, gates = self.tokens[:, used].split((D, D, 3), dim=-1)
+        _, state = neural_memory(
+            k,
+            k,
+            v,
+            *gates.unbind(-1),
+            self.base,
+            chunk_size=self.config.memory_chunk_size,
+            max_surprise=self.config.memory_max_surprise,
+            mask=mask[:, used],
+        )
+        return state.opened(self.config.memory_chunk_size)
+
+
+class TitansCacheLayer(CacheLayerMixin):
+    """One block's cache. `DynamicCache(config=...)`, `generate` and `TitansCache` build it by its layer type."""
+
+    _layer_type = "titans"
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+    spare = REWIND  # tokens a tail keeps beyond what the next token needs
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.carry: LayerCarry | None = None
+        self.seen: Tensor | None = None  # [B] real tokens read
+        self.columns = 0  # token columns read, padding included
+        self.recent: Tensor | None = None  # [B, REWIND] bool: which of the last columns were real
+        self.rewindable = 0
+        self.log: RewindLog | None = None
+        self.geometry: dict | None = None
+
+    # What the model calls
+
+    def bind(self, config: PreTrainedConfig) -> None:
+        """Remember, or check, the configuration this cache belongs to."""
+        geometry = {name: getattr(config, name) for name in GEOMETRY}
+        if self.geometry is None:
+            self.geometry = geometry
+        if self.log is None and self.is_croppable:
+            self.log = RewindLog(config)
+        for name, value in geometry.items():
+            if self.geometry[name] != value:
+                raise ValueError(
+                    f"`past_key_values` was made for a model with `{name}={self.geometry[name]!r}`, this model has "
+                    f"{value!r}: start with a fresh TitansCache(model.config)"
+                )
+
+    def store(
+        self,
+        carry: LayerCarry,
+        lengths: Tensor | None,
+        written: Written,
+        before: LayerCarry,
+        read_only: bool,
+    ) -> None:
+        """Take over the state after `written`, whose tokens were read from the state `before`."""
+        seen = self._seen_before(before)
+        fresh = seen == 0
+        self.carry = carry.map(compact)
+        width = written.k.shape[1]
+        self.seen = seen + (width if lengths is None else lengths)
+        if width > LOG_LIMIT:
+            self.log.restart(self.carry, self.seen)
+            return
+        if self.log.base is None:
+            self.log.restart(before.map(compact), seen)
+        elif any(on_host(fresh)):
+            self.log.rows_restart(fresh, before)
+        self.log.append(written, lengths, read_only)
+
+    def _seen_before(self, carry: LayerCarry) -> Tensor:
+        if self.seen is not None:
+            return self.seen
+        W = carry.memory.weights[0]
+        return torch.zeros(W.shape[0], dtype=torch.long, device=W.device)
+
+    def advance(self, mask: Tensor | None, width: int) -> None:
+        """Count the token columns of one forward; `mask` [B, width] says which were real, None means all."""
+        B, device = self.seen.shape[0], self.seen.device
+        if mask is None:
+            mask = torch.ones(B, min(width, REWIND), dtype=torch.bool, device=device)
+        if self.recent is None:
+            self.recent = torch.zeros(B, REWIND, dtype=torch.bool, device=device)
+        self.recent = torch.cat((self.recent, mask), dim=1)[:, -REWIND:].clone()
+        self.columns += width
+        self.rewindable = min(REWIND, self.rewindable + width)
+
+    # What transformers calls
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare: the first forward brings the whole state."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        raise ValueError("a Titans cache layer holds a memory, not keys and values alone; only a Titans model can fill it")
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        if self.carry is None:
+            raise AttributeError("the cache is empty")
+        return self.carry.memory.weights[0].shape[0]
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor the layer keeps."""
+        if self.carry is None:
+            return []
+        counters = [x for x in (self.seen, self.recent) if x is not None]
+        return [*self.carry.tensors(), *counters, *(self.log.tensors() if self.log else [])]
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply a batch operation to every tensor of the layer."""
+        if self.carry is None:
+            return
+        self.carry = self.carry.map(fn)
+        self.seen = fn(self.seen)
+        if self.recent is not None:
+            self.recent = fn(self.recent)
+        if self.log is not None:
+            self.log.map(fn)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.map(lambda x: x[indices.to(x.device)])
+
+    def reset(self) -> None:
+        """Back to before the first token: the next forward starts from the learned memory, prologue included."""
+        geometry = self.geometry
+        self.__init__()
+        self.geometry = geometry
+
+    def offload(self) -> None:
+        raise ValueError("offloading is not supported: a Titans cache is small and is read whole at every token")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` token columns, as if they had never been read."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"`crop` takes the negative number of tokens to remove, got {tokens_to_remove}")
+        removed_columns = -tokens_to_remove
+        if removed_columns == 0 or self.carry is None:
+            return
+        self.check_crop(removed_columns)
+        if removed_columns == self.columns:
+            self.reset()
+            return
+        removed = self.recent[:, -removed_columns:].sum(1)  # [B] real tokens
+        self._rewind_memory(removed)
+        self.carry.tails = {name: _drop_last(tail, removed) for name, tail in self.carry.tails.items()}
+        self.seen = self.seen - removed
+        self.recent = torch.cat((torch.zeros_like(self.recent), self.recent), dim=1)[:, -removed_columns - REWIND :]
+        self.recent = self.recent[:, :REWIND].clone()
+        self.columns -= removed_columns
+        self.rewindable -= removed_columns
+
+    def check_crop(self, removed_columns: int) -> None:
+        if removed_columns > self.rewindable:
+            raise ValueError(
+                f"cannot crop {removed_columns} tokens: this cache can go back {self.rewindable} of its {self.columns} "
+                f"tokens (at most {REWIND}). Keep a `clone()` to go back further."
+            )
+
+    def _rewind_memory(self, removed: Tensor) -> None:
+        log, memory = self.log, self.carry.memory
+        from_end = (log.kind > PADDING).flip(1).cumsum(1).flip(1)  # tokens of the row from this column on
+        dropped = (log.kind > PADDING) & (from_end <= removed[:, None])
+        unwritten = (dropped & (log.kind == WRITTEN)).sum(1)
+        log.kind = log.kind.masked_fill(dropped, PADDING)
+        if bool((unwritten <= memory.length).all()) and self._same_segment(removed):
+            self.carry.memory = replace(memory, length=memory.length - unwritten)
+        else:
+            self.carry.memory, self.carry.segment_weights = log.replay(log.kind)
+        occupied = (log.kind > PADDING).any(0).nonzero()
+        log.cursor = int(occupied[-1]) + 1 if len(occupied) else 0
+
+    def _same_segment(self, removed: Tensor) -> bool:
+        if self.carry.segment_weights is None:
+            return True
+        C = self.log.config.segment_size
+        return bool((self.seen // C == (self.seen - removed) // C).all())
+
+
+def _drop_last(tail: Tensor, removed: Tensor) -> Tensor:
+    """Shift a right-aligned tail so that each row's last `removed` [B] tokens are gone; older slots become unused."""
+    slot = torch.arange(tail.shape[1], device=tail.device) - removed[:, None]
+    return take(tail, slot.clamp(min=0))
+
+
+class TitansStaticCacheLayer(TitansCacheLayer):
+    """The same state at fixed addresses, for `torch.compile`: written in place, and not croppable."""
+
+    _layer_type = None
+    is_croppable = False
+    is_compileable = True
+    spare = 0
+
+    def __init__(self, max_cache_len: int | None = None, **kwargs):
+        super().__init__()
+        self.max_cache_len = max_cache_len
+        self.columns = torch.zeros((), dtype=torch.long)
+
+    def store(self, carry, lengths, written, before, read_only) -> None:
+        seen = self._seen_before(before) + (written.k.shape[1] if lengths is None else lengths)
+        if self.carry is None:
+            self.carry, self.seen = carry.map(Tensor.clone), seen
+            for x in self.tensors():
+                torch._dynamo.mark_static_address(x)
+            return
+        for old, new in zip(self.carry.tensors(), carry.tensors(), strict=True):
+            old.copy_(new)
+        self.seen.copy_(seen)
+
+    def advance(self, mask, width) -> None:
+        self.columns.add_(width)
+
+    def get_max_length(self) -> int:
+        return -1 if self.max_cache_len is None else self.max_cache_len
+
+    def reset(self) -> None:
+        geometry, length = self.geometry, self.max_cache_len
+        self.__init__(length)
+        self.geometry = geometry
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError("a static Titans cache cannot be cropped; use the default cache")
+
+
+cache_utils.STATIC_LAYER_TYPE_MAPPING["titans"] = TitansStaticCacheLayer
+
+
+class TitansCache(DynamicCache):
+    """The memory of a Titans model, to carry from call to call.
+
+    >>> cache = TitansCache(model.config)
+    >>> model(book, past_key_values=cache)                     # any length, in any pieces
+    >>> model.generate(question, past_key_values=cache)
+    """
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config=config)
+        for layer in self.layers:
+            if not isinstance(layer, TitansCacheLayer):
+                raise ValueError(f"`config` must be a TitansConfig, got {type(config).__name__}")
+            layer.bind(config)
+
+    @classmethod
+    def adopt(cls, cache: Cache) -> "TitansCache":
+        """A TitansCache over the layers of a cache that transformers built."""
+        adopted = cls.__new__(cls)
+        adopted.__dict__.update(cache.__dict__)
+        return adopted
+
+    def clone(self) -> "TitansCache":
+        """An independent copy: go on from here more than once."""
+        twin = TitansCache.adopt(self)
+        twin.layers = [_copy_layer(layer) for layer in self.layers]
+        return twin
+
+    def to(self, *args, **kwargs) -> "TitansCache":
+        """Move to a device, in place. The dtypes of a cache are part of what it computes and stay."""
+        device = torch.empty(0).to(*args, **kwargs).device
+        for layer in self.layers:
+            layer.map(lambda x: x.to(device))
+        return self
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, exactly; at most the last 64. Checked before any layer changes."""
+        for layer in self.layers:
+            if tokens_to_remove < 0 and layer.carry is not None:
+                layer.check_crop(-tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor kept. Constant: it does not grow with what was read."""
+        return sum(x.untyped_storage().nbytes() for layer in self.layers for x in layer.tensors())
+
+
+def _copy_layer(layer: TitansCacheLayer) -> TitansCacheLayer:
+    twin = layer.__class__.__new__(layer.__class__)
+    twin.__dict__.update(layer.__dict__)
+    if layer.log is not None:
+        twin.log = RewindLog.__new__(RewindLog)
+        twin.log.__dict__.update(layer.log.__dict__)
+    if isinstance(layer.columns, Tensor):
+        twin.columns = layer.columns.clone()
+    twin.map(Tensor.clone)
+    return twin
+
+
+def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None:
+    """Refuse a cache that cannot hold this model's memory for this batch, before anything is written."""
+    if len(cache.layers) != config.num_hidden_layers or not all(
+        isinstance(layer, TitansCacheLayer) for layer in cache.layers
+    ):
+        raise ValueError(
+            "`past_key_values` cannot hold a Titans memory: pass a TitansCache(model.config), or "
+            "DynamicCache(config=model.config) / StaticCache(config=model.config, ...)"
+        )
+    for layer in cache.layers:
+        layer.bind(config)
+        if layer.carry is not None and layer.batch_size != batch_size:
+            raise ValueError(
+                f"`past_key_values` holds {layer.batch_size} rows, but the input has {batch_size}: use a cache per "
+                "batch, or `batch_select_indices` / `batch_repeat_interleave` it to fit"
+            )

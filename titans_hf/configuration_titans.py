@@ -1,0 +1,176 @@
+"""The configuration of a Titans model, and the presets named after the paper's model sizes."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+VARIANTS = ("mac", "mag", "mal", "lmm")
+MEMORY_GATES = ("token", "chunk")
+MEMORY_IMPLEMENTATIONS = ("auto", "torch", "recurrent")
+
+
+@strict
+class TitansConfig(PreTrainedConfig):
+    """What a Titans model computes. Every reading of the paper that a researcher may want to switch is a field.
+
+    Args:
+        variant: "mac" (memory as context), "mag" (memory as gate), "mal" (memory as layer) or "lmm" (memory alone).
+        segment_size: tokens of a MAC segment; a multiple of `memory_chunk_size`.
+        sliding_window: tokens a MAG or MAL token attends to, itself included.
+        num_persistent_tokens: learned tokens per layer that stand before every sequence; 0 is an ablation of Table 5.
+        memory_num_heads: memory heads, each `head_dim` wide; by default as many as attention heads.
+        memory_depth: layers of the memory MLP; 1 is the linear memory of Table 5.
+        memory_expansion: width of the memory's hidden layers in units of `head_dim`.
+        memory_chunk_size: spacing of the grid on which the memory's gradients are taken (Eq. 16). It is part of what was
+            trained: do not change it afterwards.
+        memory_max_surprise: cap on the norm of each token's gradient per memory layer; None is the paper's letter.
+        memory_theta_max: upper end of the step size theta.
+        memory_eta_max: upper end of the momentum decay eta; the momentum sums at most `1 / (1 - memory_eta_max)` steps.
+        memory_gates: "token" (gates per token) or "chunk" (gates of a chunk from its first token, Section 3.2).
+        memory_momentum, memory_forget, memory_conv: switches for the ablations of Table 5.
+        memory_conv_width: taps of the causal depthwise convolution on the memory's queries, keys and values.
+        memory_implementation: "auto", "torch" (the chunk form) or "recurrent" (the token loop, for checks).
+        max_position_embeddings: what tools take for the longest input. Positions are local, so nothing in the model
+            depends on it.
+    """
+
+    model_type = "titans"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_tp_plan = None
+    base_model_fsdp_plan = {
+        "embed_tokens": "free_full_weight",
+        "layers.*": "free_full_weight",
+        "norm": "keep_full_weight",
+    }
+
+    vocab_size: int = 32000
+    hidden_size: int = 768
+    intermediate_size: int = 2048
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2**21
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    rope_parameters: dict | None = None
+    attention_dropout: float | int = 0.0
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+
+    variant: str = "mac"
+    segment_size: int = 256
+    sliding_window: int = 512
+    num_persistent_tokens: int = 16
+    memory_num_heads: int | None = None
+    memory_depth: int = 2
+    memory_expansion: int = 2
+    memory_chunk_size: int = 64
+    memory_max_surprise: float | int | None = 10.0
+    memory_theta_max: float | int = 0.1
+    memory_eta_max: float | int = 0.999
+    memory_gates: str = "token"
+    memory_momentum: bool = True
+    memory_forget: bool = True
+    memory_conv: bool = True
+    memory_conv_width: int = 4
+    memory_implementation: str = "auto"
+
+    def __post_init__(self, **kwargs):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.memory_num_heads is None:
+            self.memory_num_heads = self.num_attention_heads
+        if self.head_dim is None and self.num_attention_heads > 0:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.rope_parameters is None:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+        self.check()
+        super().__post_init__(**kwargs)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The cache layer of every block. Derived, never saved: tools without this package do not know the name."""
+        return ["titans"] * self.num_hidden_layers
+
+    def validate_layer_type(self):
+        """The name is ours, so transformers' list of known layer types does not apply."""
+
+    @classmethod
+    def preset(cls, name: str, **overrides) -> "TitansConfig":
+        """The configuration named `titans-{mac,mag,mal,lmm}-{170m,340m,400m,760m}`, with any field overridden."""
+        prefix, _, rest = name.partition("-")
+        variant, _, size = rest.partition("-")
+        if prefix != "titans" or variant not in VARIANTS or size not in PRESET_SIZES:
+            known = ", ".join(f"titans-{variant}-{size}" for variant in VARIANTS for size in PRESET_SIZES)
+            raise ValueError(f"unknown preset {name!r}; the presets are {known}")
+        return cls(**{"variant": variant, **PRESET_SIZES[size], **PRESET_DEPTHS[size][variant], **overrides})
+
+    def check(self) -> None:
+        """Raise a `ValueError` that names the first field that cannot work, and the fix."""
+        for field, choices in (
+            ("variant", VARIANTS),
+            ("memory_gates", MEMORY_GATES),
+            ("memory_implementation", MEMORY_IMPLEMENTATIONS),
+        ):
+            if getattr(self, field) not in choices:
+                raise ValueError(f"`{field}` must be one of {choices}, got {getattr(self, field)!r}")
+        for field in POSITIVE_FIELDS:
+            if getattr(self, field) < 1:
+                raise ValueError(f"`{field}` must be at least 1, got {getattr(self, field)}")
+        if self.num_persistent_tokens < 0:
+            raise ValueError(f"`num_persistent_tokens` must not be negative, got {self.num_persistent_tokens}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_key_value_heads` ({self.num_key_value_heads}) must divide `num_attention_heads` "
+                f"({self.num_attention_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` must be even for rotary positions, got {self.head_dim}")
+        if self.variant == "mac" and self.segment_size % self.memory_chunk_size:
+            raise ValueError(
+                f"`memory_chunk_size` ({self.memory_chunk_size}) must divide `segment_size` ({self.segment_size}) in the "
+                "mac variant: choose a multiple"
+            )
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        if self.memory_max_surprise is not None and self.memory_max_surprise <= 0:
+            raise ValueError(f"`memory_max_surprise` must be positive, or None; got {self.memory_max_surprise}")
+        if self.memory_theta_max <= 0:
+            raise ValueError(f"`memory_theta_max` must be positive, got {self.memory_theta_max}")
+        if not 0 < self.memory_eta_max <= 0.999:
+            raise ValueError(
+                f"`memory_eta_max` must be in (0, 0.999], got {self.memory_eta_max}: "
+                "a momentum that never decays grows without bound"
+            )
+
+
+POSITIVE_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "segment_size",
+    "sliding_window",
+    "memory_num_heads",
+    "memory_depth",
+    "memory_expansion",
+    "memory_chunk_size",
+    "memory_conv_width",
+)
+
+# Width from the size, depth and feed-forward width from size and variant: the variants differ in what their mixers hold.
+PRESET_SIZES = {
+    "170m": {"hidden_size": 768, "num_attention_heads": 12},
+    "340m": {"hidden_size": 1024, "num_attention_heads": 16},
+    "400m": {"hidden_size": 1024, "num_attention_heads": 16},
+    "760m": {"hidden_size": 1536, "num_attention_heads": 24},
+}
+PRESET_DEPTHS: dict[str, dict[str, dict[str, int]]] = {}

@@ -1,0 +1,590 @@
+"""The neural long-term memory as a function of tensors (Section 3 of the paper), in plain torch.
+
+`neural_memory` reads a sequence: every token is written into a small MLP by one step of gradient descent with momentum
+and forgetting (Eqs. 12-14), then the MLP is asked for the token's query (Eq. 15). Gradients are taken at the weights of
+the last chunk boundary (Eq. 16). Two forms compute the same numbers:
+
+* `recurrent`: a loop over tokens whose gradients come from autograd on the memory's own loss. Slow, obviously right.
+* `torch`: the chunk form. Inside a chunk every gradient is an outer product `u_i = a_i g_i^T` of factors taken at the
+  chunk-start weights, so all tokens of the chunk are read by matrix products and no per-token weight is ever formed.
+
+Axis letters: B batch, T tokens, H heads, D head width, C chunk length, Q queries of one call, n tokens of one chunk.
+Weights are stored so that `M(x) = x W`, i.e. [B, H, in, out]. Paper letters: alpha forgets, eta decays the momentum,
+theta is the step, S the momentum, u the gradient ("momentary surprise").
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+BACKENDS = ("auto", "torch", "recurrent")
+
+# Coefficients below this are set to exact zero: they cannot change a float64 sum, and subnormal products slow a CPU down.
+NEGLIGIBLE = 1e-24
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of memory state and gate products: float32 under half precision, never less than the model's."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+# Rows: a batch whose rows have different numbers of real tokens, standing at different places of the chunk grid.
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Pick tokens `index` [B, Q] of every row of `x` [B, T, ...]."""
+    index = index.view(*index.shape, *[1] * (x.dim() - 2)).expand(*index.shape, *x.shape[2:])
+    return x.gather(1, index)
+
+
+def where_rows(rows: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Rows of `x` where `rows` [B] is True, rows of `y` elsewhere."""
+    return torch.where(rows.view(-1, *[1] * (x.dim() - 1)), x, y)
+
+
+def on_host(counts: Tensor | None) -> list[int] | None:
+    """Row counts as Python numbers, or None while `torch.compile` traces: then callers use bounds instead of values."""
+    return None if counts is None or torch.compiler.is_compiling() else counts.tolist()
+
+
+class PackedRows:
+    """The real tokens of each row, gathered to the front in their order.
+
+    Args:
+        mask: [B, T] bool, True at real tokens, in any pattern.
+    """
+
+    def __init__(self, mask: Tensor):
+        self.mask = mask
+        self.lengths = mask.sum(1)  # [B]
+        longest = on_host(self.lengths.max()[None])
+        self.width = mask.shape[1] if longest is None else max(1, longest[0])
+        self.order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, : self.width]
+        self.rank = (mask.cumsum(1) - 1).clamp(min=0, max=self.width - 1)
+        self.valid = torch.arange(self.width, device=mask.device) < self.lengths[:, None]  # [B, width]
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[B, T, ...] to [B, width, ...]; zeros behind each row's last real token, whatever the padding held."""
+        return torch.where(self._like(self.valid, x), take(x, self.order), x.new_zeros(()))
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """[B, width, ...] back to [B, T, ...]; zeros at padding."""
+        return torch.where(self._like(self.mask, x), take(x, self.rank), x.new_zeros(()))
+
+    @staticmethod
+    def _like(flags: Tensor, x: Tensor) -> Tensor:
+        return flags.view(*flags.shape, *[1] * (x.dim() - 2))
+
+
+class GridCut:
+    """Cuts the new tokens of every row at the row's next grid line.
+
+    The head closes the cell that is open in the row; the body starts on a line in every row. Rows that stand on a line
+    have no head. When all rows stand at the same place and are full, both parts are plain slices.
+
+    Args:
+        offset: [B] tokens already in each row's open cell, None when every row stands on a line.
+        lengths: [B] new real tokens of each row (at the front), None when every row has `width`.
+        width: number of token columns.
+        period: grid spacing.
+    """
+
+    def __init__(self, offset: Tensor | None, lengths: Tensor | None, width: int, period: int):
+        self.width = width
+        self.head_counts: Tensor | None = None  # None: every row has `head_width`
+        self.body_counts = lengths
+        self.head_width, self.body_width = 0, width
+        places = on_host(offset)
+        if offset is None or (places is not None and not any(places)):
+            return
+        if lengths is None and places is not None and len(set(places)) == 1:
+            self.head_width = min(width, period - places[0])
+            self.body_width = width - self.head_width
+            return
+        lengths = torch.full_like(offset, width) if lengths is None else lengths
+        self.head_counts = torch.minimum(lengths, period - offset)
+        if places is None:
+            self.head_width, self.body_width = min(width, period), width - 1
+        else:
+            self.head_counts = self.head_counts.where(offset > 0, 0)
+            self.head_width = max(on_host(self.head_counts))
+            # one column at least, even where no row has a new token
+            self.body_width = max(*on_host(lengths - self.head_counts), 0 if self.head_width else 1)
+        self.body_counts = lengths - self.head_counts
+
+    def head(self, x: Tensor) -> Tensor:
+        return x[:, : self.head_width]
+
+    def body(self, x: Tensor) -> Tensor:
+        if self.head_counts is None:
+            return x[:, self.head_width :]
+        index = self.head_counts[:, None] + torch.arange(self.body_width, device=x.device)
+        return take(x, index.clamp(max=self.width - 1))
+
+    def join(self, head: Tensor | None, body: Tensor | None) -> Tensor:
+        """Outputs of head and body, back in the order of the tokens they were cut from."""
+        parts = [part for part in (head, body) if part is not None]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if self.head_counts is None:
+            return joined
+        token = torch.arange(self.width, device=joined.device)
+        index = torch.where(
+            token < self.head_counts[:, None], token, self.head_width + token - self.head_counts[:, None]
+        )
+        return take(joined, index.clamp(max=joined.shape[1] - 1))
+
+
+# State
+
+
+@dataclass(frozen=True)
+class MemoryState:
+    """The memory of a batch, at any token.
+
+    `weights` and `momentum` are those of the last chunk boundary, tuples over the memory's depth of [B, H, in, out]. The
+    other fields describe the chunk that is open since then; their default means "at a chunk boundary".
+
+    Attributes:
+        inputs: per layer [B, H, C, in], the activations `a` of the open chunk's keys.
+        errors: per layer [B, H, C, out], the back-propagated errors `g` (after the surprise cap).
+        gates: `(theta, eta, alpha)` of the open chunk, each [B, H, C].
+        length: [B] tokens in each row's open chunk; slots from there on are unused.
+    """
+
+    weights: tuple[Tensor, ...]
+    momentum: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...] | None = None
+    errors: tuple[Tensor, ...] | None = None
+    gates: tuple[Tensor, Tensor, Tensor] | None = None
+    length: Tensor | None = None
+
+    def current(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Weights and momentum after the last token read (Eqs. 13 and 14)."""
+        if self.length is None:
+            return self.weights, self.momentum
+        last = (self.length - 1).clamp(min=0)[:, None]
+        end = _coefficients(*self.gates, rows=last)
+        weights, momentum = _advance(self.weights, self.momentum, self.inputs, self.errors, end)
+        read = self.length > 0
+        return (
+            tuple(where_rows(read, now, start) for now, start in zip(weights, self.weights, strict=True)),
+            tuple(where_rows(read, now, start) for now, start in zip(momentum, self.momentum, strict=True)),
+        )
+
+    def opened(self, chunk_size: int) -> "MemoryState":
+        """The same state with every open-chunk field present, so that its structure and size never change."""
+        if self.length is not None:
+            return self
+        first = self.weights[0]
+        B, H = first.shape[:2]
+        slots = (B, H, chunk_size)
+        return replace(
+            self,
+            inputs=tuple(first.new_zeros(*slots, W.shape[2]) for W in self.weights),
+            errors=tuple(first.new_zeros(*slots, W.shape[3]) for W in self.weights),
+            gates=tuple(first.new_zeros(slots) for _ in range(3)),
+            length=torch.zeros(B, dtype=torch.long, device=first.device),
+        )
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "MemoryState":
+        """Apply `fn` to every tensor."""
+
+        def each(field):
+            return tuple(map(fn, field)) if isinstance(field, tuple) else field if field is None else fn(field)
+
+        return MemoryState(*(each(getattr(self, name)) for name in self.__dataclass_fields__))
+
+    def select(self, rows: Tensor, other: "MemoryState") -> "MemoryState":
+        """Rows of this state where `rows` [B] is True, rows of `other` elsewhere (both in the same form)."""
+        theirs = iter(other.tensors())
+        return self.map(lambda mine: where_rows(rows, mine, next(theirs)))
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the state, in the order `map` visits them."""
+        found: list[Tensor] = []
+        self.map(lambda tensor: found.append(tensor) or tensor)
+        return found
+
+
+# The chunk form
+
+
+class _Coefficients(NamedTuple):
+    """What a token's memory is made of: `M_t = A M_0 + B S_0 - sum C_i u_i`, `S_t = m S_0 - sum N_i u_i`."""
+
+    A: Tensor  # [B, H, Q, 1]
+    B: Tensor  # [B, H, Q, 1]
+    C: Tensor  # [B, H, Q, n]
+    m: Tensor  # [B, H, Q, 1]
+    N: Tensor  # [B, H, Q, n]
+
+    def last(self) -> "_Coefficients":
+        return _Coefficients(*(field[..., -1:, :] for field in self))
+
+
+def _segment_products(gate: Tensor) -> Tensor:
+    """Products of a gate over every segment that ends at a token.
+
+    Returns [B, H, n, 1 + n]: column 0 holds the product over tokens 0..t, column 1 + i over tokens i+1..t (1 for i = t,
+    0 for i > t). A running product, never a difference of logarithms: gates of exactly 0 and 1 are ordinary values.
+    """
+    n = gate.shape[-1]
+    token = torch.arange(n, device=gate.device)[:, None]
+    column = torch.arange(n + 1, device=gate.device)
+    factors = torch.where(token >= column, gate[..., None], gate.new_ones(()))
+    products = factors.cumprod(-2).masked_fill(column > token + 1, 0.0)
+    negligible = products.detach().clamp(max=NEGLIGIBLE)
+    return torch.where(products.detach() < NEGLIGIBLE, products - negligible, products)
+
+
+def _coefficients(theta: Tensor, eta: Tensor, alpha: Tensor, rows: Tensor | None = None) -> _Coefficients:
+    """Coefficients of the tokens of one chunk, from its gates [B, H, n]; `rows` [B, Q] picks tokens, None means all."""
+    decay, momentum = _segment_products(1 - alpha), _segment_products(eta)
+    end = momentum
+    if rows is not None:
+        index = rows[:, None, :, None].expand(-1, decay.shape[1], -1, decay.shape[-1])
+        decay, end = decay.gather(2, index), momentum.gather(2, index)
+    mixed = decay[..., 1:] @ momentum  # [B, H, Q, 1 + n]
+    step = theta[..., None, :]
+    return _Coefficients(decay[..., :1], mixed[..., :1], mixed[..., 1:] * step, end[..., :1], end[..., 1:] * step)
+
+
+def _gradient_factors(
+    weights: tuple[Tensor, ...], k: Tensor, v: Tensor, max_surprise: float | None
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Factors `a`, `g` of the gradients `u = a g^T` of `|M(k) - v|^2` at the given weights (Eq. 12), token by token."""
+    inputs, slopes, x = [], [], k
+    for depth, W in enumerate(weights, 1):
+        inputs.append(x)
+        z = x @ W  # [B, H, n, out]
+        if depth < len(weights):
+            sigmoid = torch.sigmoid(z)
+            x = z * sigmoid
+            slopes.append(sigmoid * (1 + z * (1 - sigmoid)))
+    errors = [2 * (z - v)]
+    for W, slope in zip(reversed(weights[1:]), reversed(slopes), strict=True):
+        errors.insert(0, (errors[0] @ W.mT) * slope)
+    if max_surprise is not None:
+        errors = [g * _cap(a, g, max_surprise) for a, g in zip(inputs, errors, strict=True)]
+    return tuple(inputs), tuple(errors)
+
+
+def _cap(a: Tensor, g: Tensor, max_surprise: float) -> Tensor:
+    """Scale that brings the gradient `a g^T` of each token to a norm of at most `max_surprise`."""
+    squared_norm = a.square().sum(-1, keepdim=True) * g.square().sum(-1, keepdim=True)
+    return max_surprise * squared_norm.clamp(min=max_surprise**2).rsqrt()
+
+
+def _read(weights, momentum, inputs, errors, coefficients: _Coefficients, q: Tensor) -> Tensor:
+    """Each query through its own token's memory (Eq. 15), without forming that memory."""
+    A, B, C = coefficients[:3]
+    x = q
+    for depth, (W, S, a, g) in enumerate(zip(weights, momentum, inputs, errors, strict=True), 1):
+        x = A * (x @ W) + B * (x @ S) - (C * (x @ a.mT)) @ g
+        if depth < len(weights):
+            x = F.silu(x)
+    return x
+
+
+def _advance(weights, momentum, inputs, errors, end: _Coefficients) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Weights and momentum after the one token whose coefficients are given."""
+    new_weights, new_momentum = [], []
+    for W, S, a, g in zip(weights, momentum, inputs, errors, strict=True):
+        written = a.mT @ torch.cat((end.C.mT * g, end.N.mT * g), dim=-1)  # [B, H, in, 2 out]
+        write_M, write_S = written.chunk(2, dim=-1)
+        new_weights.append(end.A * W + end.B * S - write_M)
+        new_momentum.append(end.m * S - write_S)
+    return tuple(new_weights), tuple(new_momentum)
+
+
+def _chunk(weights, momentum, q, k, v, theta, eta, alpha, max_surprise):
+    """One chunk from its boundary: outputs, the factors of its tokens, and the state after its last token."""
+    inputs, errors = _gradient_factors(weights, k, v, max_surprise)
+    coefficients = _coefficients(theta, eta, alpha)
+    y = _read(weights, momentum, inputs, errors, coefficients, q)
+    return y, inputs, errors, _advance(weights, momentum, inputs, errors, coefficients.last())
+
+
+def _fill_slots(buffer: Tensor, new: Tensor, length: Tensor) -> Tensor:
+    """Put `new` [B, H, n, ...] behind the first `length` [B] slots of `buffer` [B, H, C, ...]."""
+    slot = torch.arange(buffer.shape[2], device=buffer.device) - length[:, None]  # [B, C]
+    shape = (slot.shape[0], 1, slot.shape[1], *[1] * (buffer.dim() - 3))
+    index = slot.clamp(0, new.shape[2] - 1).view(shape)
+    filled = new.gather(2, index.expand(*buffer.shape))
+    return torch.where((slot < 0).view(shape), buffer, filled)
+
+
+def _close_open_chunk(state: MemoryState, q, k, v, theta, eta, alpha, counts: Tensor | None, max_surprise):
+    """Read the tokens that fall into each row's open chunk; rows whose chunk fills up step over the boundary."""
+    n, C = q.shape[2], state.gates[0].shape[-1]
+    new_inputs, new_errors = _gradient_factors(state.weights, k, v, max_surprise)
+    inputs = tuple(_fill_slots(*pair, state.length) for pair in zip(state.inputs, new_inputs, strict=True))
+    errors = tuple(_fill_slots(*pair, state.length) for pair in zip(state.errors, new_errors, strict=True))
+    gates = tuple(_fill_slots(*pair, state.length) for pair in zip(state.gates, (theta, eta, alpha), strict=True))
+
+    slots = state.length[:, None] + torch.arange(n, device=q.device)
+    coefficients = _coefficients(*gates, rows=slots.clamp(max=C - 1))
+    y = _read(state.weights, state.momentum, inputs, errors, coefficients, q)
+
+    length = state.length + (n if counts is None else counts)
+    state = MemoryState(state.weights, state.momentum, inputs, errors, gates, length)
+    full = length == C
+    if torch.compiler.is_compiling() or bool(full.any()):
+        weights, momentum = state.current()
+        state = replace(
+            state,
+            weights=tuple(where_rows(full, *pair) for pair in zip(weights, state.weights, strict=True)),
+            momentum=tuple(where_rows(full, *pair) for pair in zip(momentum, state.momentum, strict=True)),
+            length=length.masked_fill(full, 0),
+        )
+    return y, state
+
+
+def _read_chunks(state: MemoryState, q, k, v, theta, eta, alpha, counts: Tensor | None, chunk_size, max_surprise):
+    """Read tokens that start on a chunk boundary in every row (of those with any), chunk after chunk."""
+    T, outputs = q.shape[2], []
+    step = _chunk
+    if torch.is_grad_enabled():
+
+        def step(*args):
+            return checkpoint(_chunk, *args, use_reentrant=False, preserve_rng_state=False)
+
+    if counts is not None:
+        state = state.opened(chunk_size)
+    for start in range(0, T, chunk_size):
+        stop = min(start + chunk_size, T)
+        now = [x[:, :, start:stop] for x in (q, k, v, theta, eta, alpha)]
+        y, inputs, errors, after = step(state.weights, state.momentum, *now, max_surprise)
+        outputs.append(y)
+        ended = None if counts is None else counts < start + chunk_size
+        state = _after_chunk(state, now[3:], inputs, errors, after, ended, counts, start, chunk_size)
+    return torch.cat(outputs, dim=2), state
+
+
+def _after_chunk(state, gates, inputs, errors, after, ended: Tensor | None, counts, start: int, chunk_size: int):
+    """The state after one chunk: over the boundary for rows that filled it, the chunk left open for rows that ended in it."""
+    short = chunk_size - gates[0].shape[-1]
+    if ended is None and short == 0:
+        return MemoryState(*after)
+    left = MemoryState(
+        state.weights,
+        state.momentum,
+        tuple(F.pad(a, (0, 0, 0, short)) for a in inputs),
+        tuple(F.pad(g, (0, 0, 0, short)) for g in errors),
+        tuple(F.pad(gate, (0, short)) for gate in gates),
+        torch.full(state.weights[0].shape[:1], chunk_size - short, device=gates[0].device),
+    )
+    if ended is None:
+        return left
+    left = replace(left, length=(counts - start).clamp(min=0))
+    state = left.select(ended & (counts > start), state)
+    if short:
+        return state
+    return replace(
+        state,
+        weights=tuple(where_rows(ended, *pair) for pair in zip(state.weights, after[0], strict=True)),
+        momentum=tuple(where_rows(ended, *pair) for pair in zip(state.momentum, after[1], strict=True)),
+    )
+
+
+def _chunkwise(q, k, v, theta, eta, alpha, state: MemoryState, lengths: Tensor | None, chunk_size, max_surprise):
+    """The chunk form over rows whose real tokens stand at the front: close the open chunk, then whole chunks."""
+    cut = GridCut(state.length, lengths, q.shape[1], chunk_size)
+    tokens = (q, k, v, theta, eta, alpha)
+    y_head = y_body = None
+    if cut.head_width:
+        head = [cut.head(x).transpose(1, 2) for x in tokens]
+        y_head, state = _close_open_chunk(state, *head, cut.head_counts, max_surprise)
+        y_head = y_head.transpose(1, 2)
+    if cut.body_width:
+        body = [cut.body(x).transpose(1, 2) for x in tokens]
+        y_body, state = _read_chunks(state, *body, cut.body_counts, chunk_size, max_surprise)
+        y_body = y_body.transpose(1, 2)
+    return cut.join(y_head, y_body), state
+
+
+# The oracle
+
+
+def _memory_loss(weights: tuple[Tensor, ...], k: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """`|M(k) - v|^2` summed over batch and heads (Eq. 12), with each layer's input and pre-activation."""
+    inputs, pre_activations, x = [], [], k[..., None, :]
+    for W in weights:
+        x = F.silu(x) if inputs else x
+        inputs.append(x)
+        x = x @ W  # [B, H, 1, out]
+        pre_activations.append(x)
+    return (x - v[..., None, :]).square().sum(), inputs, pre_activations
+
+
+def _surprise(weights: tuple[Tensor, ...], k: Tensor, v: Tensor, max_surprise: float | None):
+    """The gradient of the memory's own loss by autograd (Eq. 12), capped; and its factors for the open chunk."""
+    outer_grad = torch.is_grad_enabled()
+    with torch.enable_grad():
+        weights = tuple(W if outer_grad and W.requires_grad else W.detach().requires_grad_() for W in weights)
+        loss, inputs, pre_activations = _memory_loss(weights, k, v)
+        found = torch.autograd.grad(loss, [*weights, *pre_activations], create_graph=outer_grad)
+        u, errors = list(found[: len(weights)]), list(found[len(weights) :])
+    if max_surprise is not None:
+        norms = [g.square().sum((-2, -1), keepdim=True).clamp(min=max_surprise**2).sqrt() for g in u]
+        u = [g * (max_surprise / norm) for g, norm in zip(u, norms, strict=True)]
+        errors = [g * (max_surprise / norm) for g, norm in zip(errors, norms, strict=True)]
+    if not outer_grad:
+        inputs = [a.detach() for a in inputs]
+    return u, inputs, errors
+
+
+def _recurrent(q, k, v, theta, eta, alpha, state: MemoryState, mask: Tensor | None, chunk_size, max_surprise):
+    """Eqs. 12-15 token by token: the definition that every other form is tested against."""
+    state = state.opened(chunk_size)
+    M, S = state.current()
+    outputs = []
+    for t in range(q.shape[1]):
+        real = torch.ones_like(state.length, dtype=torch.bool) if mask is None else mask[:, t]
+        u, inputs, errors = _surprise(state.weights, k[:, t], v[:, t], max_surprise)
+        step, keep_S, keep_M = (gate[:, t, :, None, None] for gate in (theta, eta, 1 - alpha))
+        S_new = [keep_S * s - step * g for s, g in zip(S, u, strict=True)]
+        M_new = [keep_M * w + s for w, s in zip(M, S_new, strict=True)]
+        S = tuple(where_rows(real, *pair) for pair in zip(S_new, S, strict=True))
+        M = tuple(where_rows(real, *pair) for pair in zip(M_new, M, strict=True))
+        y = _memory_loss(M, q[:, t], torch.zeros_like(v[:, t]))[2][-1].squeeze(-2)  # M_t(q_t)
+        outputs.append(where_rows(real, y, torch.zeros_like(y)))
+
+        gates = [gate[:, t, :, None] for gate in (theta, eta, alpha)]
+        noted = MemoryState(
+            state.weights,
+            state.momentum,
+            tuple(_fill_slots(*pair, state.length) for pair in zip(state.inputs, inputs, strict=True)),
+            tuple(_fill_slots(*pair, state.length) for pair in zip(state.errors, errors, strict=True)),
+            tuple(_fill_slots(*pair, state.length) for pair in zip(state.gates, gates, strict=True)),
+            state.length + 1,
+        )
+        state = noted.select(real, state)
+        full = state.length == chunk_size
+        boundary = replace(state, weights=M, momentum=S, length=torch.zeros_like(state.length))
+        state = boundary.select(full, state)
+    if not any(on_host(state.length)):
+        state = MemoryState(state.weights, state.momentum)
+    return torch.stack(outputs, dim=1), state
+
+
+# The public functions
+
+
+def recall(weights: tuple[Tensor, ...], q: Tensor) -> Tensor:
+    """Ask a memory that is not being written, `M(q)`: every query [B, T, H, D] meets the same weights."""
+    x = q.transpose(1, 2).to(weights[0].dtype)
+    for depth, W in enumerate(weights, 1):
+        x = x @ W
+        if depth < len(weights):
+            x = F.silu(x)
+    return x.transpose(1, 2).to(q.dtype)
+
+
+def neural_memory(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    eta: Tensor,
+    alpha: Tensor,
+    state: MemoryState,
+    *,
+    chunk_size: int,
+    max_surprise: float | None = None,
+    mask: Tensor | None = None,
+    backend: str = "auto",
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, MemoryState]:
+    """Write a sequence into the memory and read it after each token's own write (Eqs. 12-16).
+
+    Training, prefill and decoding are this one function: any number of tokens, from any state, to any state. Splitting a
+    sequence anywhere and carrying the state gives the numbers of the whole.
+
+    For the backward pass the chunk form keeps its inputs and one copy of weights and momentum per chunk, and recomputes
+    the rest chunk by chunk: `O(T H D + (T / C) H |M|)` numbers for `|M|` weights per head, where a per-token scan would keep
+    `O(T H |M|)`.
+
+    Args:
+        q, k, v: queries, keys and values, [B, T, H, D].
+        theta, eta, alpha: step size, momentum decay and forget gate, [B, T, H]; eta and alpha may be exactly 0 or 1.
+        state: where to go on from; `MemoryState(weights, momentum)` starts at a chunk boundary.
+        chunk_size: C, the spacing of the grid on which gradients are taken, counted from each row's own first token.
+        max_surprise: cap on the norm of each token's gradient, per memory layer. None is the paper's letter, and diverges
+            on repetitive input.
+        mask: [B, T] bool, True at real tokens, in any pattern. Padding changes nothing and reads as zero.
+        backend: "recurrent" (the oracle), "torch" (the chunk form), or "auto".
+        lengths: [B] real tokens of each row, for rows that already hold them at the front: a cheaper `mask`. Outputs
+            behind a row's last token are then unspecified.
+
+    Returns:
+        The outputs [B, T, H, D] in the dtype of `q`, and the state after the last token.
+    """
+    _check(q, k, v, theta, eta, alpha, state, chunk_size, max_surprise, mask, lengths, backend)
+    dtype = state_dtype(q.dtype)
+    tokens = [x.to(dtype) for x in (q, k, v, theta, eta, alpha)]
+    state = state.map(lambda x: x.to(dtype) if x.is_floating_point() else x)
+    if backend == "recurrent":
+        if lengths is not None:
+            mask = torch.arange(q.shape[1], device=q.device) < lengths[:, None]
+        y, state = _recurrent(*tokens, state, mask, chunk_size, max_surprise)
+    elif mask is None:
+        y, state = _chunkwise(*tokens, state, lengths, chunk_size, max_surprise)
+    else:
+        rows = PackedRows(mask)
+        y, state = _chunkwise(*map(rows.pack, tokens), state, rows.lengths, chunk_size, max_surprise)
+        y = rows.unpack(y)
+    return y.to(q.dtype), state
+
+
+def _check(q, k, v, theta, eta, alpha, state, chunk_size, max_surprise, mask, lengths, backend) -> None:
+    """Refuse what cannot be computed, naming the argument and the fix."""
+    if backend not in BACKENDS:
+        raise ValueError(f"`backend` must be one of {BACKENDS}, got {backend!r}")
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"`chunk_size` must be a positive integer, got {chunk_size!r}")
+    if max_surprise is not None and not max_surprise > 0:
+        raise ValueError(f"`max_surprise` must be positive, or None for no cap; got {max_surprise!r}")
+    if q.dim() != 4 or q.shape[1] == 0:
+        raise ValueError(f"`q` must be [batch, tokens >= 1, heads, width], got shape {tuple(q.shape)}")
+    for name, x, shape in (
+        ("k", k, q.shape),
+        ("v", v, q.shape),
+        ("theta", theta, q.shape[:3]),
+        ("eta", eta, q.shape[:3]),
+        ("alpha", alpha, q.shape[:3]),
+    ):
+        if x.shape != shape:
+            raise ValueError(f"`{name}` must have shape {tuple(shape)} to fit `q`, got {tuple(x.shape)}")
+    if mask is not None and (mask.shape != q.shape[:2] or mask.dtype != torch.bool):
+        raise ValueError(
+            f"`mask` must be a bool tensor of shape {tuple(q.shape[:2])}, got {mask.dtype} {tuple(mask.shape)}"
+        )
+    if lengths is not None and (mask is not None or lengths.shape != q.shape[:1]):
+        raise ValueError(f"`lengths` must be [{q.shape[0]}] and stand in place of `mask`, not beside it")
+    _check_state(state, q, chunk_size)
+
+
+def _check_state(state: MemoryState, q: Tensor, chunk_size: int) -> None:
+    B, _, H, D = q.shape
+    if not state.weights or len(state.weights) != len(state.momentum):
+        raise ValueError("`state.weights` and `state.momentum` must be tuples of the same length, one entry per layer")
+    width = D
+    for depth, (W, S) in enumerate(zip(state.weights, state.momentum, strict=True)):
+        if W.dim() != 4 or W.shape[:3] != (B, H, width) or S.shape != W.shape:
+            raise ValueError(
+                f"`state.weights[{depth}]` and its momentum must be [{B}, {H}, {width}, out], got {tuple(W.shape)} and "
+                f"{tuple(S.shape)}; a state belongs to the batch size and head count it was made with"
+            )
+        width = W.shape[3]
+    if width != D:
+        raise ValueError(f"the last of `state.weights` must map to the head width {D}, got {width}")
+    if state.length is not None and state.gates[0].shape[-1] != chunk_size:
+        raise ValueError(
+            f"`chunk_size` is {chunk_size}, but `state` stands inside a chunk of {state.gates[0].shape[-1]}: keep the grid"
+        )

@@ -1,0 +1,239 @@
+"""The neural memory as a layer (Section 4.4): projections, convolution, gates, the update rule, norm and output gate.
+
+Axis letters: B batch, T tokens, H memory heads, D head width, P persistent tokens, N tokens of a tail. Rows hold their
+real tokens at the front; `lengths` [B] says how many, None means all.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .configuration_titans import TitansConfig
+from .memory_ops import MemoryState, neural_memory, recall, state_dtype, take
+
+
+class TitansRMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale, computed in float32 or better."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        precise = x.to(state_dtype(x.dtype))
+        precise = precise * torch.rsqrt(precise.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * precise.to(self.weight.dtype)
+
+
+def last_tokens(extended: Tensor, lengths: Tensor | None, count: int) -> Tensor:
+    """The last `count` real tokens of rows that stand as [old tail of `count` | new tokens], [B, count + T, ...]."""
+    if lengths is None:
+        return extended[:, extended.shape[1] - count :]
+    return take(extended, lengths[:, None] + torch.arange(count, device=extended.device))
+
+
+class CausalConv(nn.Module):
+    """Causal depthwise convolution over tokens."""
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.reach = width - 1
+
+    def forward(self, extended: Tensor) -> Tensor:
+        """`extended` [B, reach + T, channels] to [B, T, channels]; fewer channels use the first ones' weights."""
+        T, channels = extended.shape[1] - self.reach, extended.shape[-1]
+        taps = self.weight[:channels].unbind(1)  # a few multiplications: F.conv1d has no fast depthwise form on a CPU
+        return sum(extended[:, tap : tap + T] * weight for tap, weight in enumerate(taps))
+
+
+class WriteGates(nn.Linear):
+    """Logits of the step size theta, the momentum decay eta and the forget gate alpha, per head.
+
+    The weights start at zero, so that at first every token is written alike, and the biases at 0, 0 and -4: half of the
+    largest step, a momentum over about two tokens, and a memory that keeps 98 % per token (a half-life of 38 tokens).
+    A larger alpha forgets before the first gradients can teach it what to keep.
+    """
+
+    START = (0.0, 0.0, -4.0)
+
+    def __init__(self, config: TitansConfig):
+        super().__init__(config.hidden_size, 3 * config.memory_num_heads)
+        self.theta_max, self.eta_max = config.memory_theta_max, config.memory_eta_max
+        self.momentum, self.forget = config.memory_momentum, config.memory_forget
+
+    def start_bias(self) -> Tensor:
+        return torch.tensor(self.START).repeat_interleave(self.out_features // 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, hidden] to `(theta, eta, alpha)` stacked as [B, T, 3, H]."""
+        logits = super().forward(x)
+        theta, eta, alpha = logits.to(state_dtype(x.dtype)).sigmoid().chunk(3, dim=-1)
+        theta = self.theta_max * theta
+        eta = self.eta_max * eta if self.momentum else torch.zeros_like(eta)
+        alpha = alpha if self.forget else torch.zeros_like(alpha)
+        return torch.stack((theta, eta, alpha), dim=2)
+
+
+class MemoryStart(nn.Module):
+    """The learned weights `M_0` every sequence starts from, per head."""
+
+    def __init__(self, config: TitansConfig):
+        super().__init__()
+        hidden = [config.memory_expansion * config.head_dim] * (config.memory_depth - 1)
+        widths = [config.head_dim, *hidden, config.head_dim]
+        self.names = [f"layer_{depth}" for depth in range(config.memory_depth)]
+        # Parameters of this very module: transformers would not initialise those of a nested ParameterList.
+        for name, n_in, n_out in zip(self.names, widths[:-1], widths[1:], strict=True):
+            self.register_parameter(name, nn.Parameter(torch.empty(config.memory_num_heads, n_in, n_out)))
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        return [getattr(self, name) for name in self.names]
+
+    def forward(self) -> MemoryState:
+        """A batch of one at the start: `M_0`, and no momentum."""
+        weights = tuple(W[None].to(state_dtype(W.dtype)) for W in self.weights)
+        return MemoryState(weights, tuple(torch.zeros_like(W) for W in weights))
+
+
+@dataclass
+class MemoryCarry:
+    """What a memory layer carries from one call to the next.
+
+    Attributes:
+        state: weights, momentum and the open chunk.
+        tail: [B, N, 3 H D], the last projected queries, keys and values before the convolution.
+    """
+
+    state: MemoryState
+    tail: Tensor
+
+
+@dataclass
+class Written:
+    """The tokens one call wrote, as the update rule saw them: what is needed to write them again."""
+
+    k: Tensor  # [B, T, H, D]
+    v: Tensor  # [B, T, H, D]
+    gates: Tensor  # [B, T, 3, H]
+
+
+class NeuralMemory(nn.Module):
+    """The long-term memory as a sequence layer.
+
+    >>> memory = NeuralMemory(TitansConfig(hidden_size=64, num_attention_heads=2))
+    >>> carry = memory.begin(batch_size=3)
+    >>> y, carry, _ = memory(x, carry)          # x, y: [3, any number of tokens, 64]
+    """
+
+    def __init__(self, config: TitansConfig):
+        super().__init__()
+        self.num_heads, self.head_dim = config.memory_num_heads, config.head_dim
+        self.chunk_size, self.max_surprise = config.memory_chunk_size, config.memory_max_surprise
+        self.gates_by_chunk = config.memory_gates == "chunk"
+        self.backend = config.memory_implementation
+        width = self.num_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.conv = CausalConv(3 * width, config.memory_conv_width) if config.memory_conv else None
+        self.write_gates = WriteGates(config)
+        self.start = MemoryStart(config)
+        self.norm = TitansRMSNorm(self.head_dim, config.rms_norm_eps)
+        self.output_gate = nn.Linear(config.hidden_size, width, bias=False)
+        self.out_proj = nn.Linear(width, config.hidden_size, bias=False)
+
+    @property
+    def conv_reach(self) -> int:
+        """Tokens before the present one that the convolution looks at."""
+        return 0 if self.conv is None else self.conv.reach
+
+    def begin(self, batch_size: int = 1, spare: int = 0) -> MemoryCarry:
+        """The carry of rows that have read nothing, with room for `spare` more tokens in its tail than the conv needs."""
+        state = self.start()
+        channels = 3 * self.num_heads * self.head_dim
+        tail = self.q_proj.weight.new_zeros(batch_size, self.conv_reach + spare, channels)
+        return MemoryCarry(state.map(lambda x: x.expand(batch_size, *x.shape[1:])), tail)
+
+    def prologue(self, persistent: Tensor, batch_size: int, spare: int = 0) -> tuple[Tensor, MemoryCarry]:
+        """Read the persistent tokens [P, hidden] as one chunk of their own: its gradients are taken at `M_0`.
+
+        Returns the outputs [B, P, hidden] and the carry that every row's first real token starts from.
+        """
+        carry = self.begin(1, spare)
+        y, carry, _ = self(persistent[None], carry, chunk_size=persistent.shape[0])
+        widen = lambda x: x.expand(batch_size, *x.shape[1:])  # noqa: E731
+        return widen(y), MemoryCarry(carry.state.map(widen), widen(carry.tail))
+
+    def forward(
+        self,
+        x: Tensor,
+        carry: MemoryCarry,
+        lengths: Tensor | None = None,
+        read_only: bool = False,
+        chunk_size: int | None = None,
+    ) -> tuple[Tensor, MemoryCarry, Written]:
+        """Write [B, T, hidden] into the memory and read it (Eqs. 12-15); with `read_only`, only read what it holds.
+
+        Returns the outputs [B, T, hidden], the carry after the last token, and the tokens as they were written.
+        """
+        projected = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
+        mixed, tail = self._convolve(projected, carry.tail, lengths)
+        q, k, v = (part.unflatten(-1, (self.num_heads, self.head_dim)) for part in mixed.chunk(3, dim=-1))
+        q, k = _unit(q), _unit(k)
+        state, chunk_size = carry.state, chunk_size or self.chunk_size
+        gates = self.write_gates(x)  # [B, T, 3, H]
+        if self.gates_by_chunk:
+            gates = _gates_of_first_token(gates, state, chunk_size)
+        if read_only:
+            y = recall(state.current()[0], q)
+        else:
+            y, state = neural_memory(
+                q,
+                k,
+                v,
+                *gates.unbind(2),
+                state,
+                chunk_size=chunk_size,
+                max_surprise=self.max_surprise,
+                backend=self.backend,
+                lengths=lengths,
+            )
+        out = self.out_proj(self._normed(y) * F.silu(self.output_gate(x)))
+        return out, MemoryCarry(state, tail), Written(k, v, gates)
+
+    def queries(self, x: Tensor, tail: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Queries [B, T, H, D] for retrieval, and the tail [B, N, H D] of their own stream."""
+        mixed, tail = self._convolve(self.q_proj(x), tail, lengths)
+        return _unit(mixed.unflatten(-1, (self.num_heads, self.head_dim))), tail
+
+    def retrieve(self, weights: tuple[Tensor, ...], q: Tensor) -> Tensor:
+        """What the given memory holds for the queries, as tokens [B, T, hidden]: normed and projected, not gated."""
+        return self.out_proj(self._normed(recall(weights, q)))
+
+    def _convolve(self, projected: Tensor, tail: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        extended = torch.cat((tail, projected), dim=1)
+        mixed = projected if self.conv is None else self.conv(extended[:, tail.shape[1] - self.conv_reach :])
+        mixed = F.silu(mixed.to(state_dtype(mixed.dtype)))
+        return mixed, last_tokens(extended, lengths, tail.shape[1])
+
+    def _normed(self, y: Tensor) -> Tensor:
+        return self.norm(y).flatten(-2)  # [B, T, H D]
+
+
+def _gates_of_first_token(gates: Tensor, state: MemoryState, chunk_size: int) -> Tensor:
+    """Every token takes the gates of the token that opened its chunk (Section 3.2), never those of a later one."""
+    token = torch.arange(gates.shape[1], device=gates.device)
+    if state.length is None:
+        return gates[:, token - token % chunk_size]
+    opener = token - (state.length[:, None] + token) % chunk_size  # [B, T], negative: opened by an earlier call
+    carried = torch.stack(state.gates, dim=1)[..., 0]  # [B, 3, H]
+    return torch.where((opener < 0)[..., None, None], carried[:, None], take(gates, opener.clamp(min=0)))
+
+
+def _unit(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1, eps=1e-6)
