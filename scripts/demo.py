@@ -27,8 +27,8 @@ from titans_hf import TitansConfig, TitansForCausalLM
 END, PAD = "<|end|>", "<|pad|>"
 VOCAB_SIZE = 1024
 BATCH_SIZE = 8
-ROW_LENGTH = 256
-PEAK_LR = 3e-3
+ROW_LENGTH = 128
+PEAK_LR = 4e-3
 
 
 @dataclass
@@ -117,7 +117,7 @@ def build_model(variant: str, tokenizer: PreTrainedTokenizerFast) -> TitansForCa
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=320,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         segment_size=64,
         sliding_window=64,

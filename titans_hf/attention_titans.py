@@ -52,7 +52,8 @@ class Rows:
         kept = {"keep": True, "spare": cache_layer.spare}
         if cache_layer.seen is None:
             return cls(unread, lengths, width, **kept)
-        seen, counts = cache_layer.seen, on_host(cache_layer.seen)
+        seen = cache_layer.seen.clone()  # a static cache counts in place, layer by layer
+        counts = on_host(seen)
         if counts is None:
             return cls(seen, lengths, width, **kept, fresh=False, reach=2**31)
         fresh = seen == 0 if 0 in counts and any(counts) else not any(counts)
@@ -201,7 +202,7 @@ class SlidingAttention(TitansAttention):
             out, weights = self._dense(q, k, v, prefix, past, rows, rotary)
         else:
             out, weights = self._blocks(q, k, v, prefix, past, rows, rotary)
-        return self.o_proj(out), weights, window
+        return self.o_proj(out), weights if output_attentions else None, window
 
     def _dense(self, q, k, v, prefix, past, rows, rotary):
         """All queries over all keys in sight of this pass."""
@@ -299,8 +300,7 @@ class SegmentAttention(TitansAttention):
             k, v = torch.cat((persistent_kv[0], k), dim=1), torch.cat((persistent_kv[1], v), dim=1)
             mask = F.pad(mask, (persistent_kv[0].shape[1], 0), value=True)
         out, weights = self.attend(q, k, v, mask)
-        if output_attentions and weights is not None:
-            weights = self._by_slot(weights, past, places)
+        weights = self._by_slot(weights, past, places) if output_attentions and weights is not None else None
         return self.o_proj(out), weights
 
     def _by_slot(self, weights: Tensor, past: int, places: Tensor) -> Tensor:

@@ -107,7 +107,9 @@ class TitansConfig(PreTrainedConfig):
         if prefix != "titans" or variant not in VARIANTS or size not in PRESET_SIZES:
             known = ", ".join(f"titans-{variant}-{size}" for variant in VARIANTS for size in PRESET_SIZES)
             raise ValueError(f"unknown preset {name!r}; the presets are {known}")
-        return cls(**{"variant": variant, **PRESET_SIZES[size], **PRESET_DEPTHS[size][variant], **overrides})
+        layers, intermediate_size = PRESET_STACKS[size]["lmm" if variant == "lmm" else "attention"]
+        stack = {"num_hidden_layers": layers, "intermediate_size": intermediate_size}
+        return cls(**{"variant": variant, **PRESET_SIZES[size], **stack, **overrides})
 
     def check(self) -> None:
         """Raise a `ValueError` that names the first field that cannot work, and the fix."""
@@ -166,11 +168,17 @@ POSITIVE_FIELDS = (
     "memory_conv_width",
 )
 
-# Width from the size, depth and feed-forward width from size and variant: the variants differ in what their mixers hold.
+# Widths follow the size. Depth and feed-forward width make up the parameter count, which differs by what a mixer holds:
+# attention and memory (mac, mag, mal), or the memory alone (lmm).
 PRESET_SIZES = {
     "170m": {"hidden_size": 768, "num_attention_heads": 12},
     "340m": {"hidden_size": 1024, "num_attention_heads": 16},
     "400m": {"hidden_size": 1024, "num_attention_heads": 16},
     "760m": {"hidden_size": 1536, "num_attention_heads": 24},
 }
-PRESET_DEPTHS: dict[str, dict[str, dict[str, int]]] = {}
+PRESET_STACKS = {
+    "170m": {"attention": (12, 2816), "lmm": (14, 3136)},
+    "340m": {"attention": (16, 3072), "lmm": (20, 3200)},
+    "400m": {"attention": (20, 2816), "lmm": (24, 3136)},
+    "760m": {"attention": (18, 3840), "lmm": (24, 3776)},
+}

@@ -426,7 +426,8 @@ def _surprise(weights: tuple[Tensor, ...], k: Tensor, v: Tensor, max_surprise: f
     """The gradient of the memory's own loss by autograd (Eq. 12), capped; and its factors for the open chunk."""
     outer_grad = torch.is_grad_enabled()
     with torch.enable_grad():
-        weights = tuple(W if outer_grad and W.requires_grad else W.detach().requires_grad_() for W in weights)
+        # New tensors, so that only the loss's own use of the weights counts: in MAC the keys depend on them as well.
+        weights = tuple(W.clone() if outer_grad and W.requires_grad else W.detach().requires_grad_() for W in weights)
         loss, inputs, pre_activations = _memory_loss(weights, k, v)
         found = torch.autograd.grad(loss, [*weights, *pre_activations], create_graph=outer_grad)
         u, errors = list(found[: len(weights)]), list(found[len(weights) :])

@@ -353,8 +353,10 @@ class TitansPreTrainedModel(PreTrainedModel):
             bound = module.weight.shape[1] ** -0.5
             init.uniform_(module.weight, -bound, bound)
         elif isinstance(module, MemoryStart):
-            for W in module.weights:
+            *hidden, last = module.weights
+            for W in hidden:
                 init.normal_(W, std=W.shape[-2] ** -0.5)
+            init.zeros_(last)
         elif isinstance(module, TitansDecoderLayer) and module.persistent is not None:
             init.normal_(module.persistent, std=self.config.initializer_range)
         else:

@@ -79,7 +79,11 @@ class WriteGates(nn.Linear):
 
 
 class MemoryStart(nn.Module):
-    """The learned weights `M_0` every sequence starts from, per head."""
+    """The learned weights `M_0` every sequence starts from, per head.
+
+    Hidden layers start as random features (standard deviation `1 / sqrt(in)`) and the last layer at zero: at first the
+    memory answers with nothing but what was written, and key-value recall is learned sooner.
+    """
 
     def __init__(self, config: TitansConfig):
         super().__init__()

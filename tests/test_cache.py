@@ -1,0 +1,186 @@
+"""The cache: constant in size, independent of its neighbours, and an open book about what it cannot do."""
+
+import pytest
+import torch
+from support import VARIANTS, assert_close, random_ids, tiny_config, tiny_model
+from transformers import DynamicCache, StaticCache
+
+from titans_hf import TitansCache
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def read(model, ids, cache, **kwargs):
+    return model(ids, past_key_values=cache, **kwargs).logits
+
+
+@every_variant
+def test_forward_and_generate_create_and_return_a_titans_cache(variant):
+    model, ids = tiny_model(variant), random_ids(2, 7)
+    assert isinstance(model(ids, use_cache=True).past_key_values, TitansCache)
+    assert model(ids, use_cache=False).past_key_values is None
+    output = model.generate(ids, max_new_tokens=3, return_dict_in_generate=True, do_sample=False, eos_token_id=None)
+    assert isinstance(output.past_key_values, TitansCache)
+    assert output.past_key_values.get_seq_length() == 9
+
+
+@every_variant
+def test_bytes_do_not_grow_with_the_length_read(variant):
+    model = tiny_model(variant, torch.float32)
+    cache, sizes = TitansCache(model.config), set()
+    for piece in (1, 1, 5, 200, 1, 64, 130, 7, 1000):
+        read(model, random_ids(2, piece), cache)
+        sizes.add(cache.nbytes)
+    assert len(sizes) == 1
+
+
+@every_variant
+def test_rows_can_be_reordered_repeated_and_selected(variant):
+    """What follows depends on each row's own memory alone, so picking rows of the cache picks rows of the future."""
+    model, ids, more = tiny_model(variant), random_ids(3, 17), random_ids(6, 9, seed=2)
+    order = torch.tensor([2, 0, 0, 1, 2, 2])
+    expected = model(torch.cat((ids[order], more), dim=1), use_cache=False).logits[:, 17:]
+
+    reordered = model(ids, use_cache=True).past_key_values
+    reordered.reorder_cache(order)
+    assert_close(read(model, more, reordered), expected, 1e-9)
+
+    repeated = model(ids, use_cache=True).past_key_values
+    repeated.batch_repeat_interleave(2)
+    repeated.batch_select_indices(torch.tensor([4, 0, 1, 2, 5, 4]))
+    assert_close(read(model, more, repeated), expected, 1e-9)
+    repeated.crop(-9)
+    assert_close(read(model, more, repeated), expected, 1e-9)
+
+
+@every_variant
+def test_reset_goes_back_to_the_learned_start(variant):
+    model, ids = tiny_model(variant), random_ids(2, 13)
+    cache = TitansCache(model.config)
+    first = read(model, ids, cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert_close(read(model, ids, cache), first, 0.0)
+    cache.crop(-13)
+    assert_close(read(model, ids, cache), first, 0.0)
+
+
+@every_variant
+def test_a_clone_is_independent_and_a_cache_moves(variant):
+    model, ids = tiny_model(variant), random_ids(2, 13)
+    cache = model(ids, use_cache=True).past_key_values
+    twin = cache.clone().to("cpu")
+    expected = read(model, ids, cache)
+    assert cache.get_seq_length() == 26 and twin.get_seq_length() == 13
+    twin.crop(-2)
+    assert_close(read(model, torch.cat((ids[:, -2:], ids), dim=1), twin)[:, 2:], expected, 1e-9)
+
+
+@every_variant
+def test_caches_that_transformers_builds_from_the_config_work(variant):
+    model, ids = tiny_model(variant), random_ids(2, 20)
+    whole = model(ids, use_cache=False).logits
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=20)):
+        parts = [read(model, piece, cache) for piece in ids.split([7, 1, 1, 11], dim=1)]
+        assert_close(torch.cat(parts, dim=1), whole, 1e-9)
+        assert int(cache.get_seq_length()) == 20
+        cache.reset()
+        assert_close(read(model, ids, cache), whole, 1e-9)
+
+
+@every_variant
+def test_generation_with_a_static_cache_equals_the_default(variant):
+    model, ids = tiny_model(variant), random_ids(2, 8)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    options = dict(attention_mask=mask, max_new_tokens=9, do_sample=False, eos_token_id=None, disable_compile=True)
+    static = model.generate(ids, cache_implementation="static", **options)
+    assert torch.equal(static, model.generate(ids, **options))
+    assert torch.equal(static, model.generate(ids, use_cache=False, **options))
+
+
+@every_variant
+def test_read_only_answers_without_writing(variant):
+    """The memory (weights, momentum, open chunk) is what it was, and answers differ from those of a writing model."""
+    model, book, question = tiny_model(variant), random_ids(2, 40), random_ids(2, 11, seed=3)
+    cache = model(book, use_cache=True).past_key_values
+    before = [x.clone() for layer in cache.layers for x in layer.carry.memory.tensors()]
+    twin = cache.clone()
+    answer = read(model, question, cache, memory_read_only=True)
+    after = [x for layer in cache.layers for x in layer.carry.memory.tensors()]
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    assert not torch.allclose(answer, read(model, question, twin))
+
+
+@every_variant
+def test_read_only_in_pieces_equals_read_only_at_once_and_can_be_cropped(variant):
+    model, book, question = tiny_model(variant), random_ids(2, 40), random_ids(2, 23, seed=3)
+    start = model(book, use_cache=True).past_key_values
+    at_once = read(model, question, start.clone(), memory_read_only=True)
+    pieces, parts = start.clone(), []
+    for piece in question.split([1, 9, 2, 11], dim=1):
+        parts.append(read(model, piece, pieces, memory_read_only=True))
+    assert_close(torch.cat(parts, dim=1), at_once, 1e-9)
+    pieces.crop(-13)
+    assert_close(read(model, question[:, 10:], pieces, memory_read_only=True), at_once[:, 10:], 1e-9)
+    pieces.crop(-23)
+    assert_close(read(model, question, pieces), read(model, question, start), 1e-9)
+
+
+@every_variant
+def test_gradients_flow_through_a_carried_cache(variant):
+    """Two forwards and one backward give the gradients of one forward over both parts."""
+    ids, found = random_ids(2, 24), []
+    with torch.enable_grad():
+        for pieces in ([24], [15, 9]):
+            model = tiny_model(variant)
+            cache = TitansCache(model.config)
+            logits = torch.cat([read(model, piece, cache) for piece in ids.split(pieces, dim=1)], dim=1)
+            logits.square().mean().backward()
+            found.append([p.grad for p in model.parameters()])
+    for whole, parts in zip(*found, strict=True):
+        assert_close(parts, whole, 1e-9)
+
+
+def test_crop_further_back_than_the_cache_can_is_an_error_that_changes_nothing():
+    model, ids = tiny_model("mag"), random_ids(1, 150)
+    cache = model(ids, use_cache=True).past_key_values
+    twin = cache.clone()
+    with pytest.raises(ValueError, match="cannot crop 65 tokens"):
+        cache.crop(-65)
+    with pytest.raises(ValueError, match="negative"):
+        cache.crop(5)
+    assert_close(read(model, ids, cache), read(model, ids, twin), 0.0)
+
+
+def test_caches_that_do_not_fit_are_refused_by_name():
+    model, ids = tiny_model("mag"), random_ids(2, 7)
+    with pytest.raises(ValueError, match="cannot hold a Titans memory"):
+        model(ids, past_key_values=DynamicCache())
+    cache = model(ids, use_cache=True).past_key_values
+    untouched = cache.clone()
+    with pytest.raises(ValueError, match="holds 2 rows, but the input has 3"):
+        model(random_ids(3, 7), past_key_values=cache)
+    with pytest.raises(ValueError, match="`memory_chunk_size=3`"):
+        tiny_model("mag", memory_chunk_size=4)(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="`variant='mag'`"):
+        tiny_model("mal")(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="attention_mask"):
+        model(ids, attention_mask=torch.ones(2, 5), past_key_values=cache)
+    assert_close(read(model, ids, cache), read(model, ids, untouched), 0.0)
+    with pytest.raises(ValueError, match="only a Titans model can fill it"):
+        cache.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 0)
+
+
+def test_a_cache_needs_a_titans_config():
+    from transformers import LlamaConfig
+
+    with pytest.raises(ValueError, match="TitansConfig"):
+        TitansCache(LlamaConfig(num_hidden_layers=1))
+    assert len(TitansCache(tiny_config("mac")).layers) == 2

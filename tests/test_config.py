@@ -1,0 +1,136 @@
+"""The configuration: presets of the right size, ablations as switches, and bad values refused by name."""
+
+import pytest
+import torch
+from support import VARIANTS, random_ids, tiny_config, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from titans_hf import TitansConfig, TitansForCausalLM
+
+
+@pytest.mark.parametrize("size, millions", [("170m", 170), ("340m", 340), ("400m", 400), ("760m", 760)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_preset_has_the_parameters_of_its_name(variant, size, millions):
+    config = TitansConfig.preset(f"titans-{variant}-{size}")
+    assert config.vocab_size == 32_000 and config.variant == variant
+    with torch.device("meta"):
+        model = TitansForCausalLM(config)
+    assert abs(model.num_parameters() / (millions * 1e6) - 1) < 0.03
+
+
+def test_a_preset_takes_overrides_and_unknown_names_list_the_known():
+    assert TitansConfig.preset("titans-mag-170m", sliding_window=64).sliding_window == 64
+    with pytest.raises(ValueError, match="titans-mac-340m"):
+        TitansConfig.preset("titans-mac-9b")
+
+
+BAD_FIELDS = [
+    ("variant", dict(variant="mem")),
+    ("memory_gates", dict(memory_gates="layer")),
+    ("memory_implementation", dict(memory_implementation="cuda")),
+    ("memory_chunk_size", dict(memory_chunk_size=4, segment_size=6)),
+    ("memory_chunk_size", dict(memory_chunk_size=0)),
+    ("memory_depth", dict(memory_depth=0)),
+    ("num_key_value_heads", dict(num_key_value_heads=3)),
+    ("head_dim", dict(head_dim=5)),
+    ("num_persistent_tokens", dict(num_persistent_tokens=-1)),
+    ("memory_max_surprise", dict(memory_max_surprise=0.0)),
+    ("memory_theta_max", dict(memory_theta_max=0.0)),
+    ("memory_eta_max", dict(memory_eta_max=1.0)),
+    ("sliding_window", dict(sliding_window=0)),
+]
+
+
+@pytest.mark.parametrize("field, values", BAD_FIELDS, ids=[f"{field}-{i}" for i, (field, _) in enumerate(BAD_FIELDS)])
+def test_a_bad_field_is_refused_by_name(field, values):
+    with pytest.raises(ValueError, match=f"`{field}`"):
+        tiny_config(**{"variant": "mac", **values})
+
+
+def test_only_mac_needs_its_chunks_to_divide_its_segments():
+    for variant in ("mag", "mal", "lmm"):
+        tiny_config(variant, memory_chunk_size=4, segment_size=6)
+
+
+ABLATIONS = [
+    dict(memory_momentum=False),
+    dict(memory_forget=False),
+    dict(memory_conv=False),
+    dict(memory_depth=1),
+    dict(num_persistent_tokens=0),
+    dict(memory_gates="chunk"),
+    dict(memory_max_surprise=None),
+]
+
+
+@pytest.mark.parametrize("switch", ABLATIONS, ids=lambda switch: next(iter(switch)))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_ablation_is_a_switch_that_changes_the_model(variant, switch):
+    """It runs, it saves its setting, and it is not the default model under another name."""
+    ids = random_ids(2, 25)
+    kwargs = dict(memory_max_surprise=0.05) if "memory_max_surprise" in switch else {}
+    ablated, default = tiny_model(variant, **switch), tiny_model(variant, **kwargs)
+    shared = {k: v for k, v in default.state_dict().items() if k in ablated.state_dict()}
+    if "memory_depth" not in switch:
+        ablated.load_state_dict(shared, strict=False)
+    with torch.no_grad():
+        assert not torch.allclose(ablated(ids).logits, default(ids).logits)
+    name, value = next(iter(switch.items()))
+    assert getattr(TitansConfig.from_dict(ablated.config.to_dict()), name) == value
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_saved_model_loads_back_to_the_same_logits(variant, tied, tmp_path):
+    model, ids = tiny_model(variant, torch.float32, tie_word_embeddings=tied), random_ids(2, 11)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is TitansForCausalLM
+    assert (again.model.embed_tokens.weight is again.lm_head.weight) == tied
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_config_json_names_no_layer_type_that_other_tools_do_not_know(tmp_path):
+    tiny_config("mac").save_pretrained(tmp_path)
+    assert "layer_types" not in (tmp_path / "config.json").read_text()
+    assert AutoConfig.from_pretrained(tmp_path).layer_types == ["titans", "titans"]
+
+
+def test_start_weights_stay_in_float32_when_a_model_is_loaded_in_half_precision(tmp_path):
+    tiny_model("mag", torch.float32).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    memory = model.model.layers[0].mixer.memory
+    assert {W.dtype for W in memory.start.weights} == {torch.float32}
+    assert memory.q_proj.weight.dtype == torch.bfloat16
+    with torch.no_grad():
+        output = model(random_ids(2, 9), use_cache=True)
+    assert output.logits.dtype == torch.bfloat16
+    state = output.past_key_values.layers[0].carry.memory
+    assert {x.dtype for x in state.tensors() if x.is_floating_point()} == {torch.float32}
+
+
+def test_a_fresh_model_starts_where_its_docstrings_say():
+    model = TitansForCausalLM(tiny_config("mag"))
+    memory = model.model.layers[0].mixer.memory
+    assert (memory.write_gates.weight == 0).all()
+    theta, eta, alpha = memory.write_gates(torch.randn(1, 1, 14)).unbind(2)
+    assert torch.allclose(theta, torch.tensor(0.05)) and torch.allclose(eta, torch.tensor(0.4995))
+    assert torch.allclose(alpha, torch.tensor(-4.0).sigmoid())
+    assert (memory.start.weights[-1] == 0).all() and memory.start.weights[0].std() > 0.2
+
+
+def test_the_tokenizer_of_a_saved_folder_loads_without_the_package(tmp_path):
+    """`AutoTokenizer` reads config.json with transformers' own classes alone."""
+    import subprocess
+    import sys
+
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tiny_model("mac", torch.float32).save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))).save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)("b").input_ids == [1]
+    code = f"from transformers import AutoTokenizer; print(AutoTokenizer.from_pretrained({str(tmp_path)!r})('b').input_ids)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout.strip() == "[1]", found.stderr

@@ -1,0 +1,225 @@
+"""The model as users of transformers meet it: inputs, outputs, loss, generation, attention implementations."""
+
+import pytest
+import torch
+from support import VARIANTS, VOCAB, assert_close, random_ids, tiny_config, tiny_model
+
+from titans_hf import TitansCache, TitansForCausalLM, TitansForSequenceClassification, TitansModel
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+with_attention = pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
+
+
+@every_variant
+def test_loss_ignores_minus_100_and_equals_cross_entropy(variant):
+    model, ids = tiny_model(variant), random_ids(2, 15)
+    labels = ids.clone()
+    labels[0, :9] = -100
+    output = model(ids, labels=labels)
+    flat = output.logits[:, :-1].float().reshape(-1, VOCAB)
+    expected = torch.nn.functional.cross_entropy(flat, labels[:, 1:].reshape(-1), ignore_index=-100)
+    assert_close(output.loss.detach().double(), expected.detach().double(), 1e-6)
+
+
+@every_variant
+@torch.no_grad()
+def test_logits_to_keep_and_inputs_embeds(variant):
+    model, ids = tiny_model(variant), random_ids(2, 15)
+    whole = model(ids).logits
+    assert_close(model(ids, logits_to_keep=3).logits, whole[:, -3:], 0.0)
+    assert_close(model(ids, logits_to_keep=torch.tensor([1, 7])).logits, whole[:, [1, 7]], 0.0)
+    assert_close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, whole, 0.0)
+
+
+@every_variant
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_hidden_states_have_the_shape_and_place_of_the_tokens(variant, padded):
+    model, ids = tiny_model(variant), random_ids(2, 150)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :20] = 0
+    output = model(ids, attention_mask=mask, output_hidden_states=True)
+    assert len(output.hidden_states) == 3
+    assert all(states.shape == (2, 150, 14) for states in output.hidden_states)
+    assert_close(model.lm_head(output.hidden_states[-1]), output.logits, 1e-12)
+    embedded = model.get_input_embeddings()(ids) * mask[..., None]
+    assert_close(output.hidden_states[0] * mask[..., None], embedded, 0.0)
+
+
+@with_attention
+@torch.no_grad()
+def test_attention_maps_carry_the_persistent_and_retrieved_columns(variant):
+    """Rows of each map sum to one over [persistent | past | tokens], or [persistent | retrieved | segment] in mac."""
+    model = tiny_model(variant)
+    model.set_attn_implementation("eager")
+    ids, mask = random_ids(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[0, :4] = 0
+    cache = TitansCache(model.config)
+    past = 0
+    for start, stop in ((0, 13), (13, 20)):
+        output = model(
+            ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, output_attentions=True
+        )
+        P, C, W = 2, model.config.segment_size, model.config.sliding_window
+        columns = P + 2 * C if variant == "mac" else P + past + stop - start
+        assert len(output.attentions) == 2
+        for weights in output.attentions:
+            assert weights.shape == (2, 4, stop - start, columns)
+            real = mask[:, None, start:stop].expand(2, 4, -1).bool()
+            assert torch.allclose(weights.sum(-1)[real], torch.ones((), dtype=torch.float64))
+            assert (weights[~real] == 0).all()
+        past = W - 1
+    assert tiny_model("lmm")(ids, output_attentions=True).attentions is None
+
+
+@torch.no_grad()
+def test_mac_attention_is_causal_within_the_segment_by_slot():
+    model = tiny_model("mac")
+    model.set_attn_implementation("eager")
+    weights = model(random_ids(1, 17), output_attentions=True).attentions[1][0, 0]
+    slot = torch.arange(17) % 6
+    hidden = torch.arange(6) > slot[:, None]  # [token, slot]
+    for columns in (weights[:, 2:8], weights[:, 8:14]):
+        assert (columns[hidden] == 0).all() and (columns[~hidden] > 0).all()
+
+
+@with_attention
+@torch.no_grad()
+def test_attention_implementations_agree(variant):
+    """Also over several windows, where sdpa works in blocks and a request for the maps takes the dense form."""
+    model, ids = tiny_model(variant), random_ids(2, 33)
+    assert model.config._attn_implementation == "sdpa"
+    expected = model(ids).logits
+    model.set_attn_implementation("eager")
+    assert_close(model(ids).logits, expected, 1e-9)
+    assert_close(model(ids, output_attentions=True).logits, expected, 1e-9)
+
+
+def test_attention_implementations_that_cannot_express_the_mask_are_refused():
+    model = tiny_model("mac")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match="num_persistent_tokens=0"):
+        model(random_ids(1, 5))
+
+
+@pytest.mark.parametrize("variant", ["mag", "mal"])
+@torch.no_grad()
+def test_flash_attention_gets_a_window_and_a_left_padding_mask(variant, monkeypatch):
+    """Flash attention's contract, played by plain torch: bottom-right aligned window, 2D mask over keys."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def flash_like(module, query, key, value, attention_mask, scaling, sliding_window, dropout=0.0, **kwargs):
+        T, K = query.shape[2], key.shape[2]
+        distance = torch.arange(K - T, K)[:, None] - torch.arange(K)
+        mask = ((distance >= 0) & (distance < sliding_window))[None, None]
+        if attention_mask is not None:
+            mask = mask & attention_mask[:, None, None].bool()
+        groups = query.shape[1] // key.shape[1]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), mask, scale=scaling
+        )
+        return out.transpose(1, 2), None
+
+    model, ids = tiny_model(variant, num_persistent_tokens=0), random_ids(2, 24)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", flash_like)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    assert_close(model(ids, attention_mask=mask, use_cache=False).logits, expected, 1e-9)
+    cache, parts, start = TitansCache(model.config), [], 0
+    for size in (11, 1, 1, 11):
+        stop = start + size
+        parts.append(model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits)
+        start = stop
+    assert_close(torch.cat(parts, dim=1), expected, 1e-9)
+
+
+@every_variant
+@torch.no_grad()
+def test_greedy_generation_with_and_without_cache_and_padding_agree(variant):
+    model, ids = tiny_model(variant), random_ids(3, 10)
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[2, :7] = 0, 0
+    options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
+    together = model.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(together, model.generate(ids, attention_mask=mask, use_cache=False, **options))
+    for row, real, found in zip(ids, mask.bool(), together, strict=True):
+        assert torch.equal(model.generate(row[real][None], **options)[0, real.sum() :], found[10:])
+
+
+@every_variant
+@torch.no_grad()
+def test_beam_search_takes_each_beam_with_its_memory(variant):
+    model, ids = tiny_model(variant), random_ids(2, 10)
+    options = dict(max_new_tokens=9, num_beams=3, do_sample=False, eos_token_id=None)
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+
+
+@every_variant
+def test_gradient_checkpointing_gives_the_same_gradients(variant):
+    found = []
+    for checkpointing in (False, True):
+        model, ids = tiny_model(variant).train(), random_ids(2, 20)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(ids, labels=ids).loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    for plain, checkpointed in zip(*found, strict=True):
+        assert_close(checkpointed, plain, 1e-9)
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        model(ids, past_key_values=TitansCache(model.config))
+
+
+@every_variant
+@torch.no_grad()
+def test_classification_reads_the_last_real_token(variant):
+    torch.manual_seed(0)
+    model = TitansForSequenceClassification(tiny_config(variant, num_labels=3)).double().eval()
+    ids = random_ids(2, 12)
+    padded = torch.cat((ids, torch.zeros(2, 5, dtype=torch.long)), dim=1)
+    mask = (padded > 0).long()
+    logits = model(ids).logits
+    assert logits.shape == (2, 3)
+    assert_close(model(padded, attention_mask=mask).logits, logits, 1e-9)
+
+
+@every_variant
+def test_bad_input_is_refused_by_name_before_anything_is_read(variant):
+    model, ids = tiny_model(variant), random_ids(2, 7)
+    cache = TitansCache(model.config)
+    for kwargs, field in (
+        (dict(), "input_ids"),
+        (dict(input_ids=ids, inputs_embeds=torch.zeros(2, 7, 14)), "input_ids"),
+        (dict(input_ids=ids[:, :0]), "input_ids"),
+        (dict(input_ids=ids[0]), "input_ids"),
+        (dict(inputs_embeds=torch.zeros(2, 7)), "inputs_embeds"),
+        (dict(input_ids=ids, attention_mask=torch.ones(2, 6)), "attention_mask"),
+        (dict(input_ids=ids, attention_mask=torch.ones(3, 7)), "attention_mask"),
+        (dict(input_ids=ids, attention_mask=torch.ones(2, 1, 7, 7)), "attention_mask"),
+    ):
+        with pytest.raises(ValueError, match=f"`{field}`"):
+            model(past_key_values=cache, **kwargs)
+    assert cache.get_seq_length() == 0 and cache.nbytes == 0
+
+
+def test_a_row_of_nothing_but_padding_waits_for_its_first_token():
+    """It has read nothing, and starts like a fresh row when its first token comes."""
+    model, ids = tiny_model("mal"), random_ids(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        expected = model(ids[:1, 5:], use_cache=False).logits
+        cache = TitansCache(model.config)
+        model(ids[:, :5], attention_mask=mask[:, :5], past_key_values=cache)
+        actual = model(ids[:, 5:], attention_mask=mask, past_key_values=cache).logits
+    assert_close(actual[:1], expected, 1e-9)
+
+
+def test_the_base_model_and_the_heads_share_their_stack():
+    model = tiny_model("mac")
+    assert isinstance(model.model, TitansModel) and isinstance(model, TitansForCausalLM)
+    ids = random_ids(1, 5)
+    with torch.no_grad():
+        assert_close(model.lm_head(model.model(ids).last_hidden_state), model(ids).logits, 0.0)

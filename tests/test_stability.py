@@ -1,0 +1,115 @@
+"""Finite for every input: repeated, alternating and random tokens, streamed through the cache; and what happens uncapped."""
+
+import pydoc_data.topics
+
+import pytest
+import torch
+from support import VARIANTS, memory_inputs
+
+from titans_hf import MemoryState, TitansCache, TitansConfig, TitansForCausalLM, memory_ops, neural_memory
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def narrow_model(variant, **overrides):
+    """Tiny width, default memory settings."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    windows = dict(segment_size=128, sliding_window=64, num_persistent_tokens=4)
+    return TitansForCausalLM(TitansConfig(variant=variant, **{**sizes, **windows, **overrides})).eval()
+
+
+def hard_rows(tokens: int) -> torch.Tensor:
+    """One repeated token, two alternating ones, and random ones: [3, tokens]."""
+    place = torch.arange(tokens)
+    random = torch.randint(0, 256, (tokens,), generator=torch.Generator().manual_seed(0))
+    return torch.stack((torch.full((tokens,), 7), 11 + place % 2, random))
+
+
+def memory_of(cache):
+    return [x for layer in cache.layers for part in layer.carry.memory.current() for x in part]
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_sixteen_thousand_tokens_stay_finite(variant, dtype):
+    model = narrow_model(variant).to(dtype)
+    cache = TitansCache(model.config)
+    for piece in hard_rows(16_000).split(1999, dim=1):
+        assert model(piece, past_key_values=cache).logits.isfinite().all()
+    assert all(x.isfinite().all() for x in memory_of(cache))
+
+
+@every_variant
+@torch.no_grad()
+def test_saturated_gates_stay_finite(variant):
+    """The largest step, the longest momentum and no forgetting at all: growth is polynomial, not exponential."""
+    model = narrow_model(variant)
+    for layer in model.model.layers:
+        heads = model.config.memory_num_heads
+        layer.mixer.memory.write_gates.bias.copy_(torch.tensor([50.0, 50.0, -50.0]).repeat_interleave(heads))
+    cache = TitansCache(model.config)
+    for piece in hard_rows(6_000).split(1999, dim=1):
+        assert model(piece, past_key_values=cache).logits.isfinite().all()
+    assert all(x.isfinite().all() for x in memory_of(cache))
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_stay_finite_on_such_input(variant, dtype):
+    model, ids = narrow_model(variant).to(dtype).train(), hard_rows(700)
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@every_variant
+@torch.no_grad()
+def test_float16_inference_is_finite(variant):
+    model, ids = narrow_model(variant).half(), hard_rows(600)
+    logits = model(ids).logits
+    assert logits.dtype == torch.float16 and logits.isfinite().all()
+    random = ids[2:, :200]  # on repeated tokens the rule itself amplifies any rounding
+    assert (model(random).logits.float() - narrow_model(variant)(random).logits).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("max_surprise, finite", [(None, False), (10.0, True)])
+@torch.no_grad()
+def test_the_rule_as_printed_diverges_on_a_repeated_token_and_the_cap_prevents_it(max_surprise, finite):
+    tokens, state = memory_inputs(B=1, T=1, H=2, D=16, depth=2, dtype=torch.float32)
+    q, k, v = (x.expand(-1, 4096, -1, -1) for x in tokens[:3])
+    theta, eta, alpha = (torch.full((1, 4096, 2), gate) for gate in (0.02, 0.9, 0.0))
+    state = MemoryState(state.weights, tuple(torch.zeros_like(S) for S in state.momentum))
+    y, state = neural_memory(q, k, v, theta, eta, alpha, state, chunk_size=64, max_surprise=max_surprise)
+    assert bool(y.isfinite().all()) is finite
+    assert all(bool(x.isfinite().all()) is finite for x in state.current()[0])
+
+
+def test_ordinary_text_does_not_touch_the_cap(monkeypatch):
+    """After a short training run on English, fewer than 1 % of the tokens' gradients are scaled."""
+    text = torch.tensor(list("".join(pydoc_data.topics.topics.values()).encode()[:60_000]))
+    model = narrow_model("mag", hidden_size=32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(40):
+        starts = torch.randint(0, len(text) - 256, (4,), generator=generator)
+        ids = torch.stack([text[start : start + 256] for start in starts])
+        losses.append(model(ids, labels=ids).loss)
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0] - 1.0, "the run must have learned something"
+
+    capped = []
+    original = memory_ops._cap
+
+    def counting(a, g, max_surprise):
+        scale = original(a, g, max_surprise)
+        capped.append((scale < 1).float().mean())
+        return scale
+
+    monkeypatch.setattr(memory_ops, "_cap", counting)
+    with torch.no_grad():
+        model.eval()(text[None, :4096])
+    assert torch.stack(capped).mean() < 0.01
