@@ -1,22 +1,19 @@
 """Key-value recall far beyond the attention window: does the memory remember what attention cannot see?
 
 Each sequence shows `--pairs` random (key, value) pairs, then a gap of filler, then asks for every key again in another
-order; the loss is on the values of the second part. With two layers and a window of 16, attention reaches back 30 tokens,
-less than the gap. The control is the same model that may read its memory but never writes it (`memory_read_only=True`).
+order; the loss is on the values of the second part. With two layers and a window of 16, attention reaches back 30
+tokens, less than the gap. The control is the same model, which may read its memory but never writes it
+(`memory_read_only=True`).
 
     python scripts/recall.py --variant mag --record model_cards/records/recall-mag
 """
 
 import argparse
-import json
-import platform
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import torch
-import transformers
+from records import plots, write_record
 from tqdm import trange
 
 from titans_hf import TitansConfig, TitansForCausalLM
@@ -52,6 +49,7 @@ def build_model(args: argparse.Namespace) -> TitansForCausalLM:
         num_persistent_tokens=4,
         memory_chunk_size=args.chunk,
         memory_expansion=2,
+        initializer_range=args.hidden_size**-0.5,  # transformers' 0.02 suits widths in the thousands
         use_cache=False,
     )
     return TitansForCausalLM(config)
@@ -104,18 +102,16 @@ def train(args: argparse.Namespace, read_only: bool) -> dict:
 
 def draw(record: dict, path: Path) -> None:
     """Loss curves, and accuracy against the gap, with and without writing."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = plots()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
     for run, colour in zip(record["runs"], ("tab:blue", "tab:gray"), strict=False):
         label = f"memory {run['memory']}"
         left.plot([p["step"] for p in run["curve"]], [p["loss"] for p in run["curve"]], color=colour, label=label)
         gaps, hits = zip(*((int(gap), 100 * hit) for gap, hit in run["accuracy_by_gap"].items()), strict=True)
         right.plot(gaps, hits, "o-", color=colour, label=label)
-    left.set(xlabel="training step", ylabel="loss on asked values (nats)", title=f"{record['args']['variant']}: training")
+    left.set(
+        xlabel="training step", ylabel="loss on asked values (nats)", title=f"{record['args']['variant']}: training"
+    )
     right.axhline(100 / VALUES, color="black", linewidth=0.8, linestyle=":", label="chance")
     right.axvline(record["args"]["window"], color="tab:red", linewidth=0.8, linestyle="--", label="attention window")
     right.set(xlabel="tokens between showing and asking", ylabel="recall (%)", xscale="log", ylim=(0, 102))
@@ -124,19 +120,6 @@ def draw(record: dict, path: Path) -> None:
     right.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-
-
-def provenance() -> dict:
-    """Where a record comes from: command, commit, versions and machine."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {
-        "command": "python " + " ".join(sys.argv),
-        "commit": commit,
-        "date": time.strftime("%Y-%m-%d"),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-    }
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -150,7 +133,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--chunk", type=int, default=16)
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-control", action="store_true", help="skip the run whose memory is never written")
     parser.add_argument("--quiet", action="store_true")
@@ -160,13 +143,13 @@ def main(argv: list[str] | None = None) -> dict:
     runs = [train(args, read_only=False)]
     if not args.no_control:
         runs.append(train(args, read_only=True))
-    record = {**provenance(), "args": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}, "runs": runs}
+    settings = {name: value for name, value in vars(args).items() if name != "record"}
+    record = {"args": settings, "runs": runs}
     for run in runs:
         shares = ", ".join(f"{100 * hit:.1f} % at gap {gap}" for gap, hit in run["accuracy_by_gap"].items())
         print(f"{args.variant}, memory {run['memory']}: {shares} ({run['seconds']} s)")
     if args.record:
-        args.record.parent.mkdir(parents=True, exist_ok=True)
-        args.record.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+        write_record(args.record, **record)
         draw(record, args.record.with_suffix(".png"))
     return record
 

@@ -77,7 +77,8 @@ def test_a_clone_is_independent_and_a_cache_moves(variant):
     cache = model(ids, use_cache=True).past_key_values
     twin = cache.clone().to("cpu")
     expected = read(model, ids, cache)
-    assert cache.get_seq_length() == 26 and twin.get_seq_length() == 13
+    assert cache.get_seq_length() == 26
+    assert twin.get_seq_length() == 13
     twin.crop(-2)
     assert_close(read(model, torch.cat((ids[:, -2:], ids), dim=1), twin)[:, 2:], expected, 1e-9)
 

@@ -12,7 +12,8 @@ from titans_hf import TitansConfig, TitansForCausalLM
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_preset_has_the_parameters_of_its_name(variant, size, millions):
     config = TitansConfig.preset(f"titans-{variant}-{size}")
-    assert config.vocab_size == 32_000 and config.variant == variant
+    assert config.vocab_size == 32_000
+    assert config.variant == variant
     with torch.device("meta"):
         model = TitansForCausalLM(config)
     assert abs(model.num_parameters() / (millions * 1e6) - 1) < 0.03
@@ -115,9 +116,11 @@ def test_a_fresh_model_starts_where_its_docstrings_say():
     memory = model.model.layers[0].mixer.memory
     assert (memory.write_gates.weight == 0).all()
     theta, eta, alpha = memory.write_gates(torch.randn(1, 1, 14)).unbind(2)
-    assert torch.allclose(theta, torch.tensor(0.05)) and torch.allclose(eta, torch.tensor(0.4995))
+    assert torch.allclose(theta, torch.tensor(0.05))
+    assert torch.allclose(eta, torch.tensor(0.4995))
     assert torch.allclose(alpha, torch.tensor(-4.0).sigmoid())
-    assert (memory.start.weights[-1] == 0).all() and memory.start.weights[0].std() > 0.2
+    assert (memory.start.weights[-1] == 0).all()
+    assert memory.start.weights[0].std() > 0.2
 
 
 def test_the_tokenizer_of_a_saved_folder_loads_without_the_package(tmp_path):
@@ -129,8 +132,12 @@ def test_the_tokenizer_of_a_saved_folder_loads_without_the_package(tmp_path):
     from transformers import PreTrainedTokenizerFast
 
     tiny_model("mac", torch.float32).save_pretrained(tmp_path)
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))).save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    ).save_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path)("b").input_ids == [1]
-    code = f"from transformers import AutoTokenizer; print(AutoTokenizer.from_pretrained({str(tmp_path)!r})('b').input_ids)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    code = (
+        "import sys; from transformers import AutoTokenizer as A; print(A.from_pretrained(sys.argv[1])('b').input_ids)"
+    )
+    found = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert found.stdout.strip() == "[1]", found.stderr

@@ -1,4 +1,4 @@
-"""The chunk form computes what the token loop defines: outputs, states and every gradient, from anywhere to anywhere."""
+"""The chunk form computes what the token loop defines: outputs, states, every gradient, from anywhere to anywhere."""
 
 import pytest
 import torch
@@ -31,9 +31,7 @@ def gradients(results, leaves, seed=5):
 
 
 def compare(seed, depth, chunk, pieces, mask, cap, closed_gates, dtype):
-    tokens, state = memory_inputs(
-        B=2, T=sum(pieces), depth=depth, seed=seed, closed_gates=closed_gates, dtype=dtype
-    )
+    tokens, state = memory_inputs(B=2, T=sum(pieces), depth=depth, seed=seed, closed_gates=closed_gates, dtype=dtype)
     leaves = [*tokens, *state.weights, *state.momentum]
     for leaf in leaves:
         leaf.requires_grad_()
@@ -144,7 +142,11 @@ def test_bad_tensors_are_refused_by_name():
     with pytest.raises(ValueError, match="tokens >= 1"):
         neural_memory(*(x[:, :0] for x in tokens), state, chunk_size=4)
     with pytest.raises(ValueError, match=r"state.weights\[0\]"):
-        neural_memory(*tokens, MemoryState(*(tuple(x[:1] for x in part) for part in (state.weights, state.momentum))), chunk_size=4)
+        neural_memory(
+            *tokens,
+            MemoryState(*(tuple(x[:1] for x in part) for part in (state.weights, state.momentum))),
+            chunk_size=4,
+        )
     _, middle = neural_memory(*tokens, state, chunk_size=4)
     with pytest.raises(ValueError, match="`chunk_size` is 5"):
         neural_memory(*tokens, middle, chunk_size=5)

@@ -58,9 +58,7 @@ def test_attention_maps_carry_the_persistent_and_retrieved_columns(variant):
     cache = TitansCache(model.config)
     past = 0
     for start, stop in ((0, 13), (13, 20)):
-        output = model(
-            ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, output_attentions=True
-        )
+        output = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, output_attentions=True)
         P, C, W = 2, model.config.segment_size, model.config.sliding_window
         columns = P + 2 * C if variant == "mac" else P + past + stop - start
         assert len(output.attentions) == 2
@@ -81,7 +79,8 @@ def test_mac_attention_is_causal_within_the_segment_by_slot():
     slot = torch.arange(17) % 6
     hidden = torch.arange(6) > slot[:, None]  # [token, slot]
     for columns in (weights[:, 2:8], weights[:, 8:14]):
-        assert (columns[hidden] == 0).all() and (columns[~hidden] > 0).all()
+        assert (columns[hidden] == 0).all()
+        assert (columns[~hidden] > 0).all()
 
 
 @with_attention
@@ -201,7 +200,8 @@ def test_bad_input_is_refused_by_name_before_anything_is_read(variant):
     ):
         with pytest.raises(ValueError, match=f"`{field}`"):
             model(past_key_values=cache, **kwargs)
-    assert cache.get_seq_length() == 0 and cache.nbytes == 0
+    assert cache.get_seq_length() == 0
+    assert cache.nbytes == 0
 
 
 def test_a_row_of_nothing_but_padding_waits_for_its_first_token():
@@ -219,7 +219,8 @@ def test_a_row_of_nothing_but_padding_waits_for_its_first_token():
 
 def test_the_base_model_and_the_heads_share_their_stack():
     model = tiny_model("mac")
-    assert isinstance(model.model, TitansModel) and isinstance(model, TitansForCausalLM)
+    assert isinstance(model.model, TitansModel)
+    assert isinstance(model, TitansForCausalLM)
     ids = random_ids(1, 5)
     with torch.no_grad():
         assert_close(model.lm_head(model.model(ids).last_hidden_state), model(ids).logits, 0.0)

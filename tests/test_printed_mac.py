@@ -10,7 +10,7 @@ from titans_hf.modeling_titans import MemoryAsContext, Mixed
 
 
 class PrintedMemoryAsContext(MemoryAsContext):
-    """Eqs. 21-25 to the letter: all retrieved tokens stand before the segment, and the read comes after the whole of it."""
+    """Eqs. 21-25 to the letter: all retrieved tokens stand before the segment, and the read comes after it."""
 
     def forward(self, x, persistent, rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
         C, outputs = self.config.segment_size, []
@@ -25,7 +25,9 @@ class PrintedMemoryAsContext(MemoryAsContext):
             written = self.write_norm(y)
             _, carry, _ = self.memory(written, carry)  # Eq. 24
             q, read_tail = self.memory.queries(written, read_tail)
-            outputs.append(self.combine(y, self.memory.out_proj(self.memory._normed(recall(carry.state.current()[0], q)))))
+            outputs.append(
+                self.combine(y, self.memory.out_proj(self.memory._normed(recall(carry.state.current()[0], q))))
+            )
         return Mixed(torch.cat(outputs, dim=1))  # Eq. 25
 
     def _causal_attention(self, context, rotary):

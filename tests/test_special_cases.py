@@ -1,7 +1,7 @@
 """The memory contains its relatives: with special gates it is each of them, to 1e-12 in float64 (Appendix C).
 
-Every relative is written here from its own definition, for one head of one row: keys k, queries q [T, D], values v [T, D],
-and a state `M` with `y = q M` (row vectors).
+Every relative is written here from its own definition, for one head of one row: queries, keys and values [T, D], and a
+state `M` with `y = q M` (row vectors).
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Attention over a window or a segment, with learned or retrieved tokens in front (Section 4), at local rotary positions.
+"""Attention over a window or a segment, with learned or retrieved tokens in front (Section 4), at local positions.
 
 Axis letters: B batch, T tokens, H heads, D head width, P persistent tokens, C segment, W window, K keys.
 """
@@ -114,7 +114,7 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """Attention written out, with its weights. Shapes as in transformers: [B, H, T, D]; the mask is True where visible."""
+    """Attention written out, with its weights: [B, H, T, D] as in transformers; the mask is True where visible."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = query @ key.mT * scaling
@@ -171,7 +171,7 @@ class SlidingAttention(TitansAttention):
     """Attention to the last W tokens and to a prefix that is always visible.
 
     Keys are kept unrotated and turned relative to the oldest key in sight. The prefix is not rotated and meets the
-    unrotated query: queries and keys are laid out as [rotated | unrotated] channels, with zeros where the two do not meet.
+    unrotated query: queries and keys are laid out as [rotated | unrotated] channels, with zeros where they do not meet.
     """
 
     def forward(
@@ -185,7 +185,7 @@ class SlidingAttention(TitansAttention):
     ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         """x [B, T, hidden], prefix keys and values [B, P, H_kv, D], tails [B, N, H_kv, D] of earlier tokens.
 
-        Returns the output [B, T, hidden], attention weights [B, H, T, P + past + T] (if asked for), and the window's new tails.
+        Returns the output [B, T, hidden], the weights [B, H, T, P + past + T] if asked for, and the window's new tails.
         """
         q = self.queries(x)
         k, v = self.keys_values(x)
@@ -289,9 +289,11 @@ class SegmentAttention(TitansAttention):
             places: [B] tokens in each row's open segment.
         """
         if past:
-            kv = [torch.cat((tail[:, tail.shape[1] - past :], new), dim=1) for tail, new in zip(past_kv, kv, strict=True)]
+            kv = [
+                torch.cat((tail[:, tail.shape[1] - past :], new), dim=1) for tail, new in zip(past_kv, kv, strict=True)
+            ]
         k, v = torch.cat((kv[0], kv[2]), dim=1), torch.cat((kv[1], kv[3]), dim=1)
-        T, keys = q.shape[1], torch.arange(past + q.shape[1], device=q.device)
+        keys = torch.arange(past + q.shape[1], device=q.device)
         visible = (keys <= keys[past:, None])[None]  # [1, T, past + T]
         if past:
             visible = visible & (keys >= past - places[:, None])[:, None]

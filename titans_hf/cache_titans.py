@@ -1,10 +1,11 @@
 """The cache of a Titans model: the memory, and the short tails that attention and convolution look back on.
 
-A layer's cache has a constant size. Forward passes never change its tensors in place: they hand over a new `LayerCarry`,
-so autograd can go through a carried cache. To be cropped, a layer also keeps an older memory state and the tokens written
-since (at most `LOG_COLUMNS`), from which any of the last `REWIND` tokens' states is computed again, exactly.
+A layer's cache has a constant size. Forward passes never change its tensors in place: they hand over a new
+`LayerCarry`, so autograd can go through a carried cache. To be cropped, a layer also keeps an older memory state and
+the tokens written since (at most `LOG_COLUMNS`), from which the state at any of the last `REWIND` tokens is computed
+again.
 
-Axis letters: B batch, N tokens of a tail, H memory heads, D head width. Tails are right-aligned: a row's newest token is last.
+Axis letters: B batch, N tokens of a tail, H memory heads, D head width. Tails are right-aligned: the newest is last.
 """
 
 from collections.abc import Callable
@@ -162,7 +163,7 @@ class RewindLog:
 
     @torch.no_grad()
     def replay(self, kind: Tensor) -> tuple[MemoryState, tuple[Tensor, ...] | None]:
-        """The memory after the base and the tokens that `kind` [B, LOG_COLUMNS] keeps, and MAC's segment start there."""
+        """The memory after the base and the tokens that `kind` [B, LOG_COLUMNS] keeps, and MAC's segment start."""
         state = self._write(kind == WRITTEN)
         if self.base_segment is None:
             return state, None
@@ -276,7 +277,9 @@ class TitansCacheLayer(CacheLayerMixin):
         """Nothing to prepare: the first forward brings the whole state."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
-        raise ValueError("a Titans cache layer holds a memory, not keys and values alone; only a Titans model can fill it")
+        raise ValueError(
+            "a Titans cache layer holds a memory, not keys and values alone; only a Titans model can fill it"
+        )
 
     def get_seq_length(self) -> int:
         return self.columns
@@ -460,7 +463,7 @@ class TitansCache(DynamicCache):
         return self
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, exactly; at most the last 64. Checked before any layer changes."""
+        """Forget the last `-tokens_to_remove` tokens, exactly; at most 64. Checked before any layer changes."""
         for layer in self.layers:
             if tokens_to_remove < 0 and layer.carry is not None:
                 layer.check_crop(-tokens_to_remove)

@@ -20,8 +20,8 @@ class TitansConfig(PreTrainedConfig):
         memory_num_heads: memory heads, each `head_dim` wide; by default as many as attention heads.
         memory_depth: layers of the memory MLP; 1 is the linear memory of Table 5.
         memory_expansion: width of the memory's hidden layers in units of `head_dim`.
-        memory_chunk_size: spacing of the grid on which the memory's gradients are taken (Eq. 16). It is part of what was
-            trained: do not change it afterwards.
+        memory_chunk_size: spacing of the grid on which the memory's gradients are taken (Eq. 16). It is part of what
+            was trained: do not change it afterwards.
         memory_max_surprise: cap on the norm of each token's gradient per memory layer; None is the paper's letter.
         memory_theta_max: upper end of the step size theta.
         memory_eta_max: upper end of the momentum decay eta; the momentum sums at most `1 / (1 - memory_eta_max)` steps.
@@ -134,8 +134,8 @@ class TitansConfig(PreTrainedConfig):
             raise ValueError(f"`head_dim` must be even for rotary positions, got {self.head_dim}")
         if self.variant == "mac" and self.segment_size % self.memory_chunk_size:
             raise ValueError(
-                f"`memory_chunk_size` ({self.memory_chunk_size}) must divide `segment_size` ({self.segment_size}) in the "
-                "mac variant: choose a multiple"
+                f"`memory_chunk_size` ({self.memory_chunk_size}) must divide `segment_size` ({self.segment_size}) "
+                "in the mac variant: choose a multiple"
             )
         self._check_ranges()
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 BACKENDS = ("auto", "torch", "recurrent")
 
-# Coefficients below this are set to exact zero: they cannot change a float64 sum, and subnormal products slow a CPU down.
+# Coefficients below this become exact zeros: they cannot change a float64 sum, and subnormal products slow a CPU down.
 NEGLIGIBLE = 1e-24
 
 
@@ -146,8 +146,8 @@ class GridCut:
 class MemoryState:
     """The memory of a batch, at any token.
 
-    `weights` and `momentum` are those of the last chunk boundary, tuples over the memory's depth of [B, H, in, out]. The
-    other fields describe the chunk that is open since then; their default means "at a chunk boundary".
+    `weights` and `momentum` are those of the last chunk boundary, tuples over the memory's depth of [B, H, in, out].
+    The other fields describe the chunk that is open since then; their default means "at a chunk boundary".
 
     Attributes:
         inputs: per layer [B, H, C, in], the activations `a` of the open chunk's keys.
@@ -367,7 +367,7 @@ def _read_chunks(state: MemoryState, q, k, v, theta, eta, alpha, counts: Tensor 
 
 
 def _after_chunk(state, gates, inputs, errors, after, ended: Tensor | None, counts, start: int, chunk_size: int):
-    """The state after one chunk: over the boundary for rows that filled it, the chunk left open for rows that ended in it."""
+    """The state after one chunk: over the boundary for rows that filled it, the chunk left open for rows that ended."""
     short = chunk_size - gates[0].shape[-1]
     if ended is None and short == 0:
         return MemoryState(*after)
@@ -504,20 +504,20 @@ def neural_memory(
 ) -> tuple[Tensor, MemoryState]:
     """Write a sequence into the memory and read it after each token's own write (Eqs. 12-16).
 
-    Training, prefill and decoding are this one function: any number of tokens, from any state, to any state. Splitting a
-    sequence anywhere and carrying the state gives the numbers of the whole.
+    Training, prefill and decoding are this one function: any number of tokens, from any state, to any state. Splitting
+    a sequence anywhere and carrying the state gives the numbers of the whole.
 
     For the backward pass the chunk form keeps its inputs and one copy of weights and momentum per chunk, and recomputes
-    the rest chunk by chunk: `O(T H D + (T / C) H |M|)` numbers for `|M|` weights per head, where a per-token scan would keep
-    `O(T H |M|)`.
+    the rest chunk by chunk: `O(T H D + (T / C) H |M|)` numbers for `|M|` weights per head, where a per-token scan would
+    keep `O(T H |M|)`.
 
     Args:
         q, k, v: queries, keys and values, [B, T, H, D].
         theta, eta, alpha: step size, momentum decay and forget gate, [B, T, H]; eta and alpha may be exactly 0 or 1.
         state: where to go on from; `MemoryState(weights, momentum)` starts at a chunk boundary.
         chunk_size: C, the spacing of the grid on which gradients are taken, counted from each row's own first token.
-        max_surprise: cap on the norm of each token's gradient, per memory layer. None is the paper's letter, and diverges
-            on repetitive input.
+        max_surprise: cap on the norm of each token's gradient, per memory layer. None is the paper's letter, and
+            diverges on repetitive input.
         mask: [B, T] bool, True at real tokens, in any pattern. Padding changes nothing and reads as zero.
         backend: "recurrent" (the oracle), "torch" (the chunk form), or "auto".
         lengths: [B] real tokens of each row, for rows that already hold them at the front: a cheaper `mask`. Outputs
@@ -587,5 +587,6 @@ def _check_state(state: MemoryState, q: Tensor, chunk_size: int) -> None:
         raise ValueError(f"the last of `state.weights` must map to the head width {D}, got {width}")
     if state.length is not None and state.gates[0].shape[-1] != chunk_size:
         raise ValueError(
-            f"`chunk_size` is {chunk_size}, but `state` stands inside a chunk of {state.gates[0].shape[-1]}: keep the grid"
+            f"`chunk_size` is {chunk_size}, but `state` stands inside a chunk of {state.gates[0].shape[-1]}: "
+            "keep the grid it was made on"
         )

@@ -44,12 +44,20 @@ from .neural_memory import (
 )
 
 
+class BranchNorm(TitansRMSNorm):
+    """The norm at the end of a residual branch.
+
+    With weights of 1 the branch would add a vector far larger than the embedding it is added to. They start at twice
+    the embedding's standard deviation: times a sigmoid that starts near 1/2, what is added matches what is there.
+    """
+
+
 class Combine(nn.Module):
     """The paper's (x): `norm(y) * sigmoid(norm(m))`, both norms with learned vectors (Section 4.2)."""
 
     def __init__(self, config: TitansConfig):
         super().__init__()
-        self.norm_y = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm_y = BranchNorm(config.hidden_size, config.rms_norm_eps)
         self.norm_m = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, y: Tensor, m: Tensor) -> Tensor:
@@ -76,7 +84,7 @@ class MemoryMixer(nn.Module):
         self.memory = NeuralMemory(config)
 
     def begin(self, persistent: Tensor | None, rows: Rows) -> LayerCarry:
-        """The carry of rows that read their first token: after the persistent tokens, if there are any (Section 3.3)."""
+        """The carry of rows that read their first token: after the persistent tokens, if there are any."""
         _, memory = self._prologue(persistent, rows)
         return self._carry(memory)
 
@@ -130,7 +138,9 @@ class MemoryAsGate(MemoryMixer):
         m, memory, written = self._remember(x, before, rows, read_only)
         prefix = None
         if persistent is not None:
-            prefix = tuple(kv[None].expand(rows.batch_size, -1, -1, -1) for kv in self.attention.keys_values(persistent))
+            prefix = tuple(
+                kv[None].expand(rows.batch_size, -1, -1, -1) for kv in self.attention.keys_values(persistent)
+            )
         y, weights, window = self.attention(x, prefix, self._window(before), rows, rotary, output_attentions)
         carry = self._carry(memory, window)
         return Mixed(self.combine(y, m), weights, carry, before, written)
@@ -148,16 +158,16 @@ class MemoryAsLayer(MemoryMixer):
         outputs, memory = self._prologue(persistent, rows)
         fixed = {}
         if outputs is not None:
-            fixed = dict(zip(("prefix_keys", "prefix_values"), self.attention.keys_values(self.norm(outputs)), strict=True))
+            fixed = dict(
+                zip(("prefix_keys", "prefix_values"), self.attention.keys_values(self.norm(outputs)), strict=True)
+            )
         return self._carry(memory, self._empty_window(memory.tail, rows), fixed)
 
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
         before = rows.start(past, lambda: self.begin(persistent, rows))
         m, memory, written = self._remember(x, before, rows, read_only)
         prefix = (before.fixed["prefix_keys"], before.fixed["prefix_values"]) if before.fixed else None
-        y, weights, window = self.attention(
-            self.norm(m), prefix, self._window(before), rows, rotary, output_attentions
-        )
+        y, weights, window = self.attention(self.norm(m), prefix, self._window(before), rows, rotary, output_attentions)
         carry = self._carry(memory, window, before.fixed)
         return Mixed(y, weights, carry, before, written)
 
@@ -272,7 +282,9 @@ class MemoryAsContext(nn.Module):
             attention = join(lambda part: part.attention.transpose(1, 2)).transpose(1, 2)
         written = None
         if rows.keep:
-            written = Written(*(join(lambda part, name=name: getattr(part.written, name)) for name in ("k", "v", "gates")))
+            written = Written(
+                *(join(lambda part, name=name: getattr(part.written, name)) for name in ("k", "v", "gates"))
+            )
         carry.memory = carry.memory.opened(self.config.memory_chunk_size)
         return Mixed(join(lambda part: part.out), attention, carry, before, written)
 
@@ -345,13 +357,15 @@ class TitansPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Linear layers and embeddings as everywhere in transformers; the memory's own parts as their docstrings say."""
+        """Linear layers and embeddings as everywhere in transformers; the memory's parts as their docstrings say."""
         if isinstance(module, WriteGates):
             init.zeros_(module.weight)
             init.copy_(module.bias, module.start_bias())
         elif isinstance(module, CausalConv):
             bound = module.weight.shape[1] ** -0.5
             init.uniform_(module.weight, -bound, bound)
+        elif isinstance(module, BranchNorm):
+            init.constant_(module.weight, 2 * self.config.initializer_range)
         elif isinstance(module, MemoryStart):
             *hidden, last = module.weights
             for W in hidden:
@@ -394,7 +408,7 @@ class TitansModel(TitansPreTrainedModel):
         """Read tokens.
 
         Args:
-            attention_mask: [B, T] or [B, past + T], 0 at padding, in any pattern. Padding is skipped: it changes no state.
+            attention_mask: [B, T] or [B, past + T], 0 at padding, in any pattern. Padding is skipped.
             position_ids: accepted and not used; a token's place is its rank among its row's real tokens.
             past_key_values: a `TitansCache` to go on from; it is updated.
             use_cache: whether to return a cache. By default `config.use_cache`, and never in training.
@@ -433,7 +447,7 @@ class TitansModel(TitansPreTrainedModel):
         )
 
     def _run(self, x: Tensor, rows: Rows, packed: PackedRows | None, cache, read_only: bool, output_attentions: bool):
-        """One pass through the layers: the hidden states between them and the attention maps, by the caller's columns."""
+        """One pass through the layers: the hidden states between them and the attention maps, by input column."""
         unpack = (lambda x: x) if packed is None else packed.unpack
         states, attentions = [unpack(x)], []
         for layer in self.layers:
@@ -463,7 +477,7 @@ class TitansModel(TitansPreTrainedModel):
     def _passes(self, embeds: Tensor, mask: Tensor | None, cache: Cache | None, whole: bool):
         """The tokens as one pass, or as two when a long input fills a croppable cache.
 
-        The cache can go back `REWIND` tokens, so the last of them are read in a pass of their own, from a state it keeps.
+        The cache can go back `REWIND` tokens: these are read in a pass of their own, from a state that it keeps.
         """
         layer = None if cache is None else cache.layers[0]
         croppable = layer is not None and layer.is_croppable and not whole
@@ -518,8 +532,8 @@ class TitansModel(TitansPreTrainedModel):
             return
         if implementation != "flash_attention_2" or config.variant == "mac" or config.num_persistent_tokens:
             raise ValueError(
-                f"`attn_implementation={implementation!r}` cannot express this model's mask: it works for mag and mal with "
-                "`num_persistent_tokens=0`. Use 'sdpa', 'eager' or 'flex_attention'."
+                f"`attn_implementation={implementation!r}` cannot express this model's mask: it works for mag and mal "
+                "with `num_persistent_tokens=0`. Use 'sdpa', 'eager' or 'flex_attention'."
             )
 
 

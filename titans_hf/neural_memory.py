@@ -157,7 +157,7 @@ class NeuralMemory(nn.Module):
         return 0 if self.conv is None else self.conv.reach
 
     def begin(self, batch_size: int = 1, spare: int = 0) -> MemoryCarry:
-        """The carry of rows that have read nothing, with room for `spare` more tokens in its tail than the conv needs."""
+        """The carry of rows that have read nothing; its tail has room for `spare` more tokens than the conv needs."""
         state = self.start()
         channels = 3 * self.num_heads * self.head_dim
         tail = self.q_proj.weight.new_zeros(batch_size, self.conv_reach + spare, channels)

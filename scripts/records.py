@@ -1,0 +1,42 @@
+"""What every record under model_cards/records/ says about where it comes from."""
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+
+def provenance() -> dict:
+    """Command, commit, date, versions and machine of the present run."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return {
+        "command": "python " + " ".join([f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+    }
+
+
+def write_record(path: Path, **content) -> Path:
+    """Write the present run's provenance and content as `<path>.json`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path = path.with_suffix(".json")
+    path.write_text(json.dumps({**provenance(), **content}, indent=1) + "\n")
+    return path
+
+
+def plots():
+    """matplotlib without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
