@@ -123,6 +123,13 @@ def test_a_fresh_model_starts_where_its_docstrings_say():
     assert memory.start.weights[0].std() > 0.2
 
 
+def test_a_fresh_mac_attends_to_itself_first():
+    """Keys start as the queries of their group's first head, and stay what they are when a model is loaded."""
+    attention = TitansForCausalLM(tiny_config("mac")).model.layers[1].mixer.attention
+    queries = attention.q_proj.weight.unflatten(0, (4, 6))
+    assert torch.equal(attention.k_proj.weight.unflatten(0, (2, 6)), queries[[0, 2]])
+
+
 def test_the_tokenizer_of_a_saved_folder_loads_without_the_package(tmp_path):
     """`AutoTokenizer` reads config.json with transformers' own classes alone."""
     import subprocess

@@ -124,6 +124,18 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
+def _block_mask(mask: Tensor):
+    """A dense mask [B or 1, 1, T, K] as flex attention wants it; its kernels also look behind the last row and column."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    B, _, T, K = mask.shape
+
+    def visible(batch, head, query, key):
+        return mask[batch if B > 1 else 0, 0, query.clamp(max=T - 1), key.clamp(max=K - 1)]
+
+    return create_block_mask(visible, B if B > 1 else None, None, T, K, device=mask.device)
+
+
 class TitansAttention(nn.Module):
     """Projections, rotation and the call into transformers' attention interface, for windows and for segments."""
 
@@ -152,8 +164,7 @@ class TitansAttention(nn.Module):
         implementation = self.config._attn_implementation
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         if implementation == "flex_attention":
-            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
-            mask = mask.expand(q.shape[0], -1, -1, -1)
+            mask = _block_mask(mask)
         out, weights = attention(
             self,
             q.transpose(1, 2),
@@ -275,9 +286,17 @@ class SegmentAttention(TitansAttention):
 
     Persistent token p stands at p, retrieved token j at P + j and segment token j at P + C + j. Token i sees every
     persistent token, and retrieved and segment tokens j <= i: nothing of its own segment's future.
+
+    Keys start equal to queries, so that every token attends to itself first. The memory is written with what attention
+    returns: from an even average over the context it could not tell one token from the next, and MAC hardly learns recall.
     """
 
-    def forward(self, q, kv, persistent_kv, past_kv, past: int, rows: Rows, places: Tensor, output_attentions):
+    def keys_like_queries(self) -> Tensor:
+        """The first query head of every key head's group, as a weight for `k_proj`."""
+        heads = self.q_proj.weight.unflatten(0, (-1, self.head_dim))
+        return heads[:: self.num_key_value_groups].flatten(0, 1)
+
+    def forward(self, q, kv, persistent_kv, past_kv, past: int, places: Tensor, output_attentions: bool):
         """Attend in one piece of a segment.
 
         Args:

@@ -47,8 +47,8 @@ from .neural_memory import (
 class BranchNorm(TitansRMSNorm):
     """The norm at the end of a residual branch.
 
-    With weights of 1 the branch would add a vector far larger than the embedding it is added to. They start at twice
-    the embedding's standard deviation: times a sigmoid that starts near 1/2, what is added matches what is there.
+    With weights of 1 the branch would drown the embedding it is added to. They start at `hidden * initializer_range^2`,
+    the size that two linear layers (values and output) would give the branch without a norm.
     """
 
 
@@ -232,9 +232,7 @@ class MemoryAsContext(nn.Module):
         kv = [rotate(h_k, retrieved_at), h_v, rotate(k, segment_at), v]
         tails = [carry.tails[name] for name in SEGMENT_TAILS]
         past = min(C - 1, rows.reach) if is_head else 0
-        y, weights = self.attention(
-            rotate(q, segment_at), kv, persistent_kv, tails, past, rows, places, output_attentions
-        )
+        y, weights = self.attention(rotate(q, segment_at), kv, persistent_kv, tails, past, places, output_attentions)
         m, memory, written = self.memory(
             self.write_norm(y), MemoryCarry(carry.memory, carry.tails["conv"]), counts, read_only
         )
@@ -364,8 +362,10 @@ class TitansPreTrainedModel(PreTrainedModel):
         elif isinstance(module, CausalConv):
             bound = module.weight.shape[1] ** -0.5
             init.uniform_(module.weight, -bound, bound)
+        elif isinstance(module, SegmentAttention):
+            init.copy_(module.k_proj.weight, module.keys_like_queries())
         elif isinstance(module, BranchNorm):
-            init.constant_(module.weight, 2 * self.config.initializer_range)
+            init.constant_(module.weight, self.config.hidden_size * self.config.initializer_range**2)
         elif isinstance(module, MemoryStart):
             *hidden, last = module.weights
             for W in hidden:
@@ -375,6 +375,13 @@ class TitansPreTrainedModel(PreTrainedModel):
             init.normal_(module.persistent, std=self.config.initializer_range)
         else:
             super()._init_weights(module)
+
+    def _initialize_weights(self, module: nn.Module, *args, **kwargs) -> None:
+        """Give `_init_weights` every module: out of tree, transformers would leave out those without own parameters.
+
+        That is its guard against initialisers that overwrite loaded weights; `transformers.initialization` does not.
+        """
+        super()._initialize_weights(module)
 
 
 class TitansModel(TitansPreTrainedModel):
@@ -492,14 +499,14 @@ class TitansModel(TitansPreTrainedModel):
                 if x.shape[1]:
                     yield x, Rows.of(x, None, layer), None
             return
-        parts = [mask]
-        packed = PackedRows(mask)
-        if croppable and packed.width > LOG_LIMIT:
-            first = mask & (mask.cumsum(1) <= (packed.lengths - REWIND)[:, None])
+        parts, rank = [mask], mask.cumsum(1)
+        if croppable and int(rank[:, -1].max()) > LOG_LIMIT:
+            first = mask & (rank <= rank[:, -1:] - REWIND)
             parts = [first, mask & ~first]
         for part in parts:
             packed = PackedRows(part)
-            yield packed.pack(embeds), Rows.of(packed.order, packed.lengths, layer), packed
+            x = packed.pack(embeds)
+            yield x, Rows.of(x, packed.lengths, layer), packed
 
     def _open_cache(self, cache: Cache | None, use_cache: bool | None, batch_size: int) -> Cache | None:
         checkpointing = self.gradient_checkpointing and self.training

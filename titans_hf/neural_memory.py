@@ -89,14 +89,8 @@ class MemoryStart(nn.Module):
         super().__init__()
         hidden = [config.memory_expansion * config.head_dim] * (config.memory_depth - 1)
         widths = [config.head_dim, *hidden, config.head_dim]
-        self.names = [f"layer_{depth}" for depth in range(config.memory_depth)]
-        # Parameters of this very module: transformers would not initialise those of a nested ParameterList.
-        for name, n_in, n_out in zip(self.names, widths[:-1], widths[1:], strict=True):
-            self.register_parameter(name, nn.Parameter(torch.empty(config.memory_num_heads, n_in, n_out)))
-
-    @property
-    def weights(self) -> list[nn.Parameter]:
-        return [getattr(self, name) for name in self.names]
+        shapes = zip(widths[:-1], widths[1:], strict=True)
+        self.weights = nn.ParameterList(torch.empty(config.memory_num_heads, *shape) for shape in shapes)
 
     def forward(self) -> MemoryState:
         """A batch of one at the start: `M_0`, and no momentum."""
