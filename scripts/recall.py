@@ -18,14 +18,17 @@ from tqdm import trange
 
 from titans_hf import TitansConfig, TitansForCausalLM
 
-KEYS, VALUES, FILLER = 32, 32, 16
+FILLER = 16
 
 
-def sample_batch(batch: int, pairs: int, gap: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_batch(
+    args: argparse.Namespace, batch: int, gap: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels, [batch, 4 * pairs + gap]; labels are -100 except on the values that are asked for."""
-    keys = torch.rand(batch, KEYS, generator=generator).argsort(1)[:, :pairs]
-    values = torch.randint(KEYS, KEYS + VALUES, (batch, pairs), generator=generator)
-    filler = torch.randint(KEYS + VALUES, KEYS + VALUES + FILLER, (batch, gap), generator=generator)
+    pairs, symbols = args.pairs, args.symbols
+    keys = torch.rand(batch, symbols, generator=generator).argsort(1)[:, :pairs]
+    values = torch.randint(symbols, 2 * symbols, (batch, pairs), generator=generator)
+    filler = torch.randint(2 * symbols, 2 * symbols + FILLER, (batch, gap), generator=generator)
     order = torch.rand(batch, pairs, generator=generator).argsort(1)
     shown = torch.stack((keys, values), dim=2).flatten(1)
     asked = torch.stack((keys.gather(1, order), values.gather(1, order)), dim=2).flatten(1)
@@ -39,7 +42,7 @@ def build_model(args: argparse.Namespace) -> TitansForCausalLM:
     torch.manual_seed(args.seed)
     config = TitansConfig(
         variant=args.variant,
-        vocab_size=KEYS + VALUES + FILLER,
+        vocab_size=2 * args.symbols + FILLER,
         hidden_size=args.hidden_size,
         intermediate_size=2 * args.hidden_size,
         num_hidden_layers=args.layers,
@@ -62,7 +65,7 @@ def accuracy(model: TitansForCausalLM, args: argparse.Namespace, read_only: bool
     hits = asked = 0
     model.eval()
     for _ in range(batches):
-        ids, labels = sample_batch(64, args.pairs, gap, generator)
+        ids, labels = sample_batch(args, 64, gap, generator)
         guesses = model(ids, memory_read_only=read_only).logits[:, :-1].argmax(-1)
         wanted = labels[:, 1:]
         hits += (guesses == wanted).sum().item()
@@ -80,7 +83,7 @@ def train(args: argparse.Namespace, read_only: bool) -> dict:
     curve, started = [], time.time()
     label = "memory never written" if read_only else "memory"
     for step in (bar := trange(args.steps, desc=f"{args.variant}, {label}", disable=args.quiet)):
-        ids, labels = sample_batch(args.batch, args.pairs, args.gap, generator)
+        ids, labels = sample_batch(args, args.batch, args.gap, generator)
         loss = model(ids, labels=labels, memory_read_only=read_only).loss
         optimizer.zero_grad()
         loss.backward()
@@ -112,7 +115,7 @@ def draw(record: dict, path: Path) -> None:
     left.set(
         xlabel="training step", ylabel="loss on asked values (nats)", title=f"{record['args']['variant']}: training"
     )
-    right.axhline(100 / VALUES, color="black", linewidth=0.8, linestyle=":", label="chance")
+    right.axhline(100 / record["args"]["symbols"], color="black", linewidth=0.8, linestyle=":", label="chance")
     right.axvline(record["args"]["window"], color="tab:red", linewidth=0.8, linestyle="--", label="attention window")
     right.set(xlabel="tokens between showing and asking", ylabel="recall (%)", xscale="log", ylim=(0, 102))
     right.set_title("recall on fresh sequences")
@@ -125,15 +128,16 @@ def draw(record: dict, path: Path) -> None:
 def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", choices=("mac", "mag", "mal", "lmm"), default="mag")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--gap", type=int, default=48)
+    parser.add_argument("--symbols", type=int, default=32, help="different keys, and different values")
+    parser.add_argument("--gap", type=int, default=32)
     parser.add_argument("--window", type=int, default=16, help="attention window, and segment of mac")
     parser.add_argument("--chunk", type=int, default=16)
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=6e-3)
+    parser.add_argument("--lr", type=float, default=8e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-control", action="store_true", help="skip the run whose memory is never written")
     parser.add_argument("--quiet", action="store_true")

@@ -125,7 +125,7 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
 
 
 def _block_mask(mask: Tensor):
-    """A dense mask [B or 1, 1, T, K] as flex attention wants it; its kernels also look behind the last row and column."""
+    """A dense mask [B or 1, 1, T, K] for flex attention, whose kernels also look behind the last row and column."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     B, _, T, K = mask.shape
@@ -288,7 +288,7 @@ class SegmentAttention(TitansAttention):
     persistent token, and retrieved and segment tokens j <= i: nothing of its own segment's future.
 
     Keys start equal to queries, so that every token attends to itself first. The memory is written with what attention
-    returns: from an even average over the context it could not tell one token from the next, and MAC hardly learns recall.
+    returns: from an even average over the context it could not tell one token from the next, and would hardly learn.
     """
 
     def keys_like_queries(self) -> Tensor:
