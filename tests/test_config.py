@@ -119,8 +119,9 @@ def test_a_fresh_model_starts_where_its_docstrings_say():
     assert torch.allclose(theta, torch.tensor(0.05))
     assert torch.allclose(eta, torch.tensor(0.4995))
     assert torch.allclose(alpha, torch.tensor(-4.0).sigmoid())
-    assert (memory.start.weights[-1] == 0).all()
-    assert memory.start.weights[0].std() > 0.2
+    sizes = [W.std() * W.shape[-2] ** 0.5 for W in memory.start.weights]
+    assert 0.8 < sizes[0] < 1.2
+    assert 0.08 < sizes[1] < 0.12
 
 
 def test_a_fresh_mac_attends_to_itself_first():

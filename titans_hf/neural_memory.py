@@ -81,8 +81,9 @@ class WriteGates(nn.Linear):
 class MemoryStart(nn.Module):
     """The learned weights `M_0` every sequence starts from, per head.
 
-    Hidden layers start as random features (standard deviation `1 / sqrt(in)`) and the last layer at zero: at first the
-    memory answers with nothing but what was written, and key-value recall is learned sooner.
+    Hidden layers start as random features (standard deviation `1 / sqrt(in)`), the last layer at a tenth of that: at
+    first the memory answers with little but what was written. At full size its own noise hides that; at exactly zero
+    the norm behind it amplifies the gradient of what MAC retrieves in its first segment.
     """
 
     def __init__(self, config: TitansConfig):
@@ -91,6 +92,10 @@ class MemoryStart(nn.Module):
         widths = [config.head_dim, *hidden, config.head_dim]
         shapes = zip(widths[:-1], widths[1:], strict=True)
         self.weights = nn.ParameterList(torch.empty(config.memory_num_heads, *shape) for shape in shapes)
+
+    def start_sizes(self) -> list[float]:
+        """How large each layer starts, in units of `1 / sqrt(in)`."""
+        return [1.0] * (len(self.weights) - 1) + [0.1]
 
     def forward(self) -> MemoryState:
         """A batch of one at the start: `M_0`, and no momentum."""
