@@ -39,7 +39,7 @@ def build_model(variant: str, worst_gates: bool) -> TitansForCausalLM:
         with torch.no_grad():
             for layer in model.model.layers:
                 bias = torch.tensor([50.0, 50.0, -50.0]).repeat_interleave(config.memory_num_heads)
-                layer.mixer.memory.write_gates.bias.copy_(bias)
+                layer.mixer.memory.write_gates.proj.bias.copy_(bias)
     return model
 
 

@@ -95,6 +95,17 @@ def test_attention_implementations_agree(variant):
     assert_close(model(ids, output_attentions=True).logits, expected, 1e-9)
 
 
+@pytest.mark.slow
+@with_attention
+@torch.no_grad()
+def test_flex_attention_agrees(variant):
+    """Compiled by inductor, so it needs a C++ compiler; on a CPU it serves inference only, at widths of 16 and more."""
+    model, ids = tiny_model(variant, torch.float32, head_dim=16), random_ids(2, 18)
+    expected = model(ids).logits
+    model.set_attn_implementation("flex_attention")
+    assert_close(model(ids).logits, expected, 1e-4)
+
+
 def test_attention_implementations_that_cannot_express_the_mask_are_refused():
     model = tiny_model("mac")
     model.config._attn_implementation_internal = "flash_attention_2"
@@ -197,6 +208,7 @@ def test_bad_input_is_refused_by_name_before_anything_is_read(variant):
         (dict(input_ids=ids, attention_mask=torch.ones(2, 6)), "attention_mask"),
         (dict(input_ids=ids, attention_mask=torch.ones(3, 7)), "attention_mask"),
         (dict(input_ids=ids, attention_mask=torch.ones(2, 1, 7, 7)), "attention_mask"),
+        (dict(input_ids=ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2)), "position_ids"),
     ):
         with pytest.raises(ValueError, match=f"`{field}`"):
             model(past_key_values=cache, **kwargs)

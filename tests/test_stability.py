@@ -48,7 +48,7 @@ def test_saturated_gates_stay_finite(variant):
     model = narrow_model(variant)
     for layer in model.model.layers:
         heads = model.config.memory_num_heads
-        layer.mixer.memory.write_gates.bias.copy_(torch.tensor([50.0, 50.0, -50.0]).repeat_interleave(heads))
+        layer.mixer.memory.write_gates.proj.bias.copy_(torch.tensor([50.0, 50.0, -50.0]).repeat_interleave(heads))
     cache = TitansCache(model.config)
     for piece in hard_rows(6_000).split(1999, dim=1):
         assert model(piece, past_key_values=cache).logits.isfinite().all()

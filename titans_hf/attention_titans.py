@@ -4,7 +4,7 @@ Axis letters: B batch, T tokens, H heads, D head width, P persistent tokens, C s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +62,16 @@ class Rows:
     @property
     def batch_size(self) -> int:
         return self.seen.shape[0]
+
+    def on(self, device: torch.device) -> "Rows":
+        """The same rows on another device, for layers that a device map has put there."""
+        if device == self.seen.device:
+            return self
+        lengths = None if self.lengths is None else self.lengths.to(device)
+        fresh = self.fresh.to(device) if isinstance(self.fresh, Tensor) else self.fresh
+        return self.shared(
+            str(device), lambda: replace(self, seen=self.seen.to(device), lengths=lengths, fresh=fresh, _shared={})
+        )
 
     def shared(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         """What all layers need alike (masks, rotations) is made once per pass."""
@@ -124,7 +134,7 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-def _block_mask(mask: Tensor):
+def _flex_mask(mask: Tensor):
     """A dense mask [B or 1, 1, T, K] for flex attention, whose kernels also look behind the last row and column."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -164,7 +174,7 @@ class TitansAttention(nn.Module):
         implementation = self.config._attn_implementation
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         if implementation == "flex_attention":
-            mask = _block_mask(mask)
+            mask = _flex_mask(mask)
         out, weights = attention(
             self,
             q.transpose(1, 2),

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from .memory_ops import MemoryState, neural_memory, on_host, take, where_rows
+from .memory_ops import MemoryState, neural_memory, select_rows, take, where_rows
 from .neural_memory import Written
 
 REWIND = 64  # tokens that `crop` can remove
@@ -75,8 +75,32 @@ class LayerCarry:
 
     def select(self, rows: Tensor, other: "LayerCarry") -> "LayerCarry":
         """Rows of this carry where `rows` [B] is True, rows of `other` elsewhere."""
-        theirs = iter(other.tensors())
-        return self.map(lambda mine: where_rows(rows, mine, next(theirs)))
+        return select_rows(rows, self, other)
+
+
+@dataclass
+class Step:
+    """One pass through a block, as its cache sees it.
+
+    Attributes:
+        seen: [B] real tokens each row had read before.
+        lengths: [B] real tokens of the pass, at the front of each row; None means all of `width`.
+        fresh: which rows had read nothing: True, False, or [B].
+        before: the carry the pass started from.
+        written: its tokens as the memory saw them.
+        read_only: whether they were only read with, not written.
+    """
+
+    seen: Tensor
+    lengths: Tensor | None
+    width: int
+    fresh: bool | Tensor
+    before: LayerCarry
+    written: Written
+    read_only: bool
+
+    def seen_after(self) -> Tensor:
+        return self.seen + (self.width if self.lengths is None else self.lengths)
 
 
 def compact(x: Tensor) -> Tensor:
@@ -119,10 +143,10 @@ class RewindLog:
         self.base_segment = None if carry.segment_weights is None else tuple(x.detach() for x in carry.segment_weights)
         self.base_seen, self.cursor = seen, 0
         W = carry.memory.weights[0]
+        B, H, D = W.shape[:3]
         if self.tokens is None:
-            B, H, D = W.shape[:3]
             self.tokens = W.new_zeros(B, LOG_COLUMNS, H, 2 * D + 3)
-            self.kind = torch.zeros(B, LOG_COLUMNS, dtype=torch.int8, device=W.device)
+        self.kind = torch.full((B, LOG_COLUMNS), PADDING, dtype=torch.int8, device=W.device)
 
     @torch.no_grad()
     def rows_restart(self, rows: Tensor, carry: LayerCarry) -> None:
@@ -137,8 +161,7 @@ class RewindLog:
     @torch.no_grad()
     def append(self, written: Written, lengths: Tensor | None, read_only: bool) -> None:
         """Note the tokens of one pass, at most `LOG_LIMIT`."""
-        if self.tokens.is_inference() and not torch.is_inference_mode_enabled():
-            self.tokens, self.kind = self.tokens.clone(), self.kind.clone()
+        self.tokens, self.kind = _writable(self.tokens), _writable(self.kind)
         if self.cursor + written.k.shape[1] > LOG_COLUMNS:
             self._drop_oldest()
         columns = slice(self.cursor, self.cursor + written.k.shape[1])
@@ -152,13 +175,16 @@ class RewindLog:
         self.cursor = columns.stop
 
     def _drop_oldest(self) -> None:
-        """Move the base forward until `REWIND` columns remain."""
-        passed = self.cursor - REWIND
+        """Move the base forward until the last `REWIND` tokens of every row remain."""
+        order = (self.kind > PADDING).to(torch.int8).argsort(dim=1, stable=True)  # rows right-aligned, oldest first
+        self.tokens, self.kind = take(self.tokens, order), self.kind.gather(1, order)
+        self.cursor, passed = LOG_COLUMNS, LOG_COLUMNS - REWIND
         kept = self.kind.clone()
         kept[:, passed:] = PADDING
         self.base, self.base_segment = self.replay(kept)
         self.base_seen = self.base_seen + (kept > PADDING).sum(1)
         self.tokens, self.kind = self.tokens.roll(-passed, dims=1), self.kind.roll(-passed, dims=1)
+        self.kind[:, REWIND:] = PADDING
         self.cursor = REWIND
 
     @torch.no_grad()
@@ -196,6 +222,11 @@ class RewindLog:
         return state.opened(self.config.memory_chunk_size)
 
 
+def _writable(x: Tensor) -> Tensor:
+    """A tensor that may be written in place here: one made under inference mode may not, outside of it."""
+    return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x
+
+
 class TitansCacheLayer(CacheLayerMixin):
     """One block's cache. `DynamicCache(config=...)`, `generate` and `TitansCache` build it by its layer type."""
 
@@ -231,34 +262,18 @@ class TitansCacheLayer(CacheLayerMixin):
                     f"{value!r}: start with a fresh TitansCache(model.config)"
                 )
 
-    def store(
-        self,
-        carry: LayerCarry,
-        lengths: Tensor | None,
-        written: Written,
-        before: LayerCarry,
-        read_only: bool,
-    ) -> None:
-        """Take over the state after `written`, whose tokens were read from the state `before`."""
-        seen = self._seen_before(before)
-        fresh = seen == 0
+    def store(self, step: Step, carry: LayerCarry) -> None:
+        """Take over the state after one pass."""
         self.carry = carry.map(compact)
-        width = written.k.shape[1]
-        self.seen = seen + (width if lengths is None else lengths)
-        if width > LOG_LIMIT:
+        self.seen = step.seen_after()
+        if step.width > LOG_LIMIT:
             self.log.restart(self.carry, self.seen)
             return
         if self.log.base is None:
-            self.log.restart(before.map(compact), seen)
-        elif any(on_host(fresh)):
-            self.log.rows_restart(fresh, before)
-        self.log.append(written, lengths, read_only)
-
-    def _seen_before(self, carry: LayerCarry) -> Tensor:
-        if self.seen is not None:
-            return self.seen
-        W = carry.memory.weights[0]
-        return torch.zeros(W.shape[0], dtype=torch.long, device=W.device)
+            self.log.restart(step.before.map(compact), step.seen)
+        elif step.fresh is not False:
+            self.log.rows_restart(step.seen == 0, step.before)
+        self.log.append(step.written, step.lengths, step.read_only)
 
     def advance(self, mask: Tensor | None, width: int) -> None:
         """Count the token columns of one forward; `mask` [B, width] says which were real, None means all."""
@@ -269,7 +284,8 @@ class TitansCacheLayer(CacheLayerMixin):
             self.recent = torch.zeros(B, REWIND, dtype=torch.bool, device=device)
         self.recent = torch.cat((self.recent, mask), dim=1)[:, -REWIND:].clone()
         self.columns += width
-        self.rewindable = min(REWIND, self.rewindable + width)
+        # An empty log: all was read in one long pass, and there is no state to go back to.
+        self.rewindable = min(REWIND, self.rewindable + width) if self.log.cursor else 0
 
     # What transformers calls
 
@@ -398,8 +414,8 @@ class TitansStaticCacheLayer(TitansCacheLayer):
         self.max_cache_len = max_cache_len
         self.columns = torch.zeros((), dtype=torch.long)
 
-    def store(self, carry, lengths, written, before, read_only) -> None:
-        seen = self._seen_before(before) + (written.k.shape[1] if lengths is None else lengths)
+    def store(self, step: Step, carry: LayerCarry) -> None:
+        seen = step.seen_after()
         if self.carry is None:
             self.carry, self.seen = carry.map(Tensor.clone), seen
             for x in self.tensors():
@@ -432,7 +448,11 @@ class TitansCache(DynamicCache):
 
     >>> cache = TitansCache(model.config)
     >>> model(book, past_key_values=cache)                     # any length, in any pieces
-    >>> model.generate(question, past_key_values=cache)
+    >>> mask = torch.ones(1, cache.get_seq_length() + question.shape[1])
+    >>> model.generate(question, attention_mask=mask, past_key_values=cache)
+
+    The mask tells `generate` that the cache holds tokens which are not in `question`; without it, it expects the ids of
+    the whole conversation.
     """
 
     def __init__(self, config: PreTrainedConfig):

@@ -85,9 +85,14 @@ class TitansConfig(PreTrainedConfig):
         if self.memory_num_heads is None:
             self.memory_num_heads = self.num_attention_heads
         if self.head_dim is None and self.num_attention_heads > 0:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"`num_attention_heads` ({self.num_attention_heads}) does not divide `hidden_size` "
+                    f"({self.hidden_size}): choose a divisor, or set `head_dim`"
+                )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.rope_parameters is None:
-            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+            self.rope_parameters = {"rope_type": "default", "rope_theta": kwargs.pop("rope_theta", 10000.0)}
         self.check()
         super().__post_init__(**kwargs)
 
@@ -140,9 +145,9 @@ class TitansConfig(PreTrainedConfig):
         self._check_ranges()
 
     def _check_ranges(self) -> None:
-        if self.memory_max_surprise is not None and self.memory_max_surprise <= 0:
+        if self.memory_max_surprise is not None and not self.memory_max_surprise > 0:
             raise ValueError(f"`memory_max_surprise` must be positive, or None; got {self.memory_max_surprise}")
-        if self.memory_theta_max <= 0:
+        if not self.memory_theta_max > 0:
             raise ValueError(f"`memory_theta_max` must be positive, got {self.memory_theta_max}")
         if not 0 < self.memory_eta_max <= 0.999:
             raise ValueError(

@@ -14,6 +14,7 @@ theta is the step, S the momentum, u the gradient ("momentary surprise").
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -33,6 +34,12 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def without_autocast(x: Tensor):
+    """A context in which matrix products keep the state's precision, whatever autocast would make of them."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 # Rows: a batch whose rows have different numbers of real tokens, standing at different places of the chunk grid.
 
 
@@ -50,6 +57,12 @@ def where_rows(rows: Tensor, x: Tensor, y: Tensor) -> Tensor:
 def on_host(counts: Tensor | None) -> list[int] | None:
     """Row counts as Python numbers, or None while `torch.compile` traces: then callers use bounds instead of values."""
     return None if counts is None or torch.compiler.is_compiling() else counts.tolist()
+
+
+def select_rows(rows: Tensor, mine, theirs):
+    """Rows of `mine` where `rows` [B] is True, else rows of `theirs`: for any two things with `map` and `tensors`."""
+    others = iter(theirs.tensors())
+    return mine.map(lambda x: where_rows(rows, x, next(others)))
 
 
 class PackedRows:
@@ -168,8 +181,9 @@ class MemoryState:
         if self.length is None:
             return self.weights, self.momentum
         last = (self.length - 1).clamp(min=0)[:, None]
-        end = _coefficients(*self.gates, rows=last)
-        weights, momentum = _advance(self.weights, self.momentum, self.inputs, self.errors, end)
+        with without_autocast(self.length):
+            end = _coefficients(*self.gates, rows=last)
+            weights, momentum = _advance(self.weights, self.momentum, self.inputs, self.errors, end)
         read = self.length > 0
         return (
             tuple(where_rows(read, now, start) for now, start in zip(weights, self.weights, strict=True)),
@@ -201,8 +215,7 @@ class MemoryState:
 
     def select(self, rows: Tensor, other: "MemoryState") -> "MemoryState":
         """Rows of this state where `rows` [B] is True, rows of `other` elsewhere (both in the same form)."""
-        theirs = iter(other.tensors())
-        return self.map(lambda mine: where_rows(rows, mine, next(theirs)))
+        return select_rows(rows, self, other)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the state, in the order `map` visits them."""
@@ -480,10 +493,11 @@ def _recurrent(q, k, v, theta, eta, alpha, state: MemoryState, mask: Tensor | No
 def recall(weights: tuple[Tensor, ...], q: Tensor) -> Tensor:
     """Ask a memory that is not being written, `M(q)`: every query [B, T, H, D] meets the same weights."""
     x = q.transpose(1, 2).to(weights[0].dtype)
-    for depth, W in enumerate(weights, 1):
-        x = x @ W
-        if depth < len(weights):
-            x = F.silu(x)
+    with without_autocast(q):
+        for depth, W in enumerate(weights, 1):
+            x = x @ W
+            if depth < len(weights):
+                x = F.silu(x)
     return x.transpose(1, 2).to(q.dtype)
 
 
@@ -530,16 +544,17 @@ def neural_memory(
     dtype = state_dtype(q.dtype)
     tokens = [x.to(dtype) for x in (q, k, v, theta, eta, alpha)]
     state = state.map(lambda x: x.to(dtype) if x.is_floating_point() else x)
-    if backend == "recurrent":
-        if lengths is not None:
-            mask = torch.arange(q.shape[1], device=q.device) < lengths[:, None]
-        y, state = _recurrent(*tokens, state, mask, chunk_size, max_surprise)
-    elif mask is None:
-        y, state = _chunkwise(*tokens, state, lengths, chunk_size, max_surprise)
-    else:
-        rows = PackedRows(mask)
-        y, state = _chunkwise(*map(rows.pack, tokens), state, rows.lengths, chunk_size, max_surprise)
-        y = rows.unpack(y)
+    with without_autocast(q):
+        if backend == "recurrent":
+            if lengths is not None:
+                mask = torch.arange(q.shape[1], device=q.device) < lengths[:, None]
+            y, state = _recurrent(*tokens, state, mask, chunk_size, max_surprise)
+        elif mask is None:
+            y, state = _chunkwise(*tokens, state, lengths, chunk_size, max_surprise)
+        else:
+            rows = PackedRows(mask)
+            y, state = _chunkwise(*map(rows.pack, tokens), state, rows.lengths, chunk_size, max_surprise)
+            y = rows.unpack(y)
     return y.to(q.dtype), state
 
 
@@ -547,6 +562,8 @@ def _check(q, k, v, theta, eta, alpha, state, chunk_size, max_surprise, mask, le
     """Refuse what cannot be computed, naming the argument and the fix."""
     if backend not in BACKENDS:
         raise ValueError(f"`backend` must be one of {BACKENDS}, got {backend!r}")
+    if backend == "recurrent" and torch.is_inference_mode_enabled():
+        raise ValueError("`backend='recurrent'` differentiates: use torch.no_grad() in place of torch.inference_mode()")
     if not isinstance(chunk_size, int) or chunk_size < 1:
         raise ValueError(f"`chunk_size` must be a positive integer, got {chunk_size!r}")
     if max_surprise is not None and not max_surprise > 0:

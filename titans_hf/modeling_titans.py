@@ -29,7 +29,7 @@ except ImportError:
 
 
 from .attention_titans import Rows, SegmentAttention, SlidingAttention, TitansRotaryEmbedding, rotate
-from .cache_titans import LOG_LIMIT, REWIND, LayerCarry, TitansCache, check_cache
+from .cache_titans import LOG_LIMIT, REWIND, LayerCarry, Step, TitansCache, check_cache
 from .configuration_titans import TitansConfig
 from .memory_ops import GridCut, MemoryState, PackedRows, on_host, where_rows
 from .neural_memory import (
@@ -78,7 +78,7 @@ class Mixed:
 class MemoryMixer(nn.Module):
     """What the variants without segments share: the memory, its prologue, and its part of the carry."""
 
-    def __init__(self, config: TitansConfig, layer_idx: int):
+    def __init__(self, config: TitansConfig):
         super().__init__()
         self.config = config
         self.memory = NeuralMemory(config)
@@ -115,6 +115,9 @@ class MemoryMixer(nn.Module):
 class MemoryAlone(MemoryMixer):
     """LMM: the memory is the whole mixer (Section 4.3, last paragraph)."""
 
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__(config)
+
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
         before = rows.start(past, lambda: self.begin(persistent, rows))
         out, memory, written = self._remember(x, before, rows, read_only)
@@ -125,7 +128,7 @@ class MemoryAsGate(MemoryMixer):
     """MAG: sliding-window attention beside the memory, on the same tokens (Section 4.2, Eqs. 26-28)."""
 
     def __init__(self, config: TitansConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
+        super().__init__(config)
         self.attention = SlidingAttention(config, layer_idx)
         self.combine = Combine(config)
 
@@ -150,7 +153,7 @@ class MemoryAsLayer(MemoryMixer):
     """MAL: the memory first, sliding-window attention on its normed output (Section 4.3, Eqs. 29-31)."""
 
     def __init__(self, config: TitansConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
+        super().__init__(config)
         self.attention = SlidingAttention(config, layer_idx)
         self.norm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -327,15 +330,15 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         read_only: bool = False,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        rows = rows.on(hidden_states.device)
         past = None if past_key_values is None else past_key_values.layers[self.layer_idx].carry
         persistent = None if self.persistent is None else self.input_layernorm(self.persistent)
         mixed = self.mixer(
             self.input_layernorm(hidden_states), persistent, rows, past, rotary, read_only, output_attentions
         )
         if past_key_values is not None:
-            past_key_values.layers[self.layer_idx].store(
-                mixed.carry, rows.lengths, mixed.written, mixed.before, read_only
-            )
+            step = Step(rows.seen, rows.lengths, rows.width, rows.fresh, mixed.before, mixed.written, read_only)
+            past_key_values.layers[self.layer_idx].store(step, mixed.carry)
         hidden_states = hidden_states + mixed.out
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states, mixed.attention
@@ -357,8 +360,8 @@ class TitansPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Linear layers and embeddings as everywhere in transformers; the memory's parts as their docstrings say."""
         if isinstance(module, WriteGates):
-            init.zeros_(module.weight)
-            init.copy_(module.bias, module.start_bias())
+            init.zeros_(module.proj.weight)
+            init.copy_(module.proj.bias, module.start_bias())
         elif isinstance(module, CausalConv):
             bound = module.weight.shape[1] ** -0.5
             init.uniform_(module.weight, -bound, bound)
@@ -367,8 +370,10 @@ class TitansPreTrainedModel(PreTrainedModel):
         elif isinstance(module, BranchNorm):
             init.constant_(module.weight, self.config.hidden_size * self.config.initializer_range**2)
         elif isinstance(module, MemoryStart):
-            for W, size in zip(module.weights, module.start_sizes(), strict=True):
-                init.normal_(W, std=size * W.shape[-2] ** -0.5)
+            *hidden, last = module.weights
+            for W in hidden:
+                init.normal_(W, std=W.shape[-2] ** -0.5)
+            init.zeros_(last)
         elif isinstance(module, TitansDecoderLayer) and module.persistent is not None:
             init.normal_(module.persistent, std=self.config.initializer_range)
         else:
@@ -414,7 +419,8 @@ class TitansModel(TitansPreTrainedModel):
 
         Args:
             attention_mask: [B, T] or [B, past + T], 0 at padding, in any pattern. Padding is skipped.
-            position_ids: accepted and not used; a token's place is its rank among its row's real tokens.
+            position_ids: accepted and not used; a token's place is its rank among its row's real tokens. Positions that
+                start again, as in packed documents, are refused: give every document a row of its own.
             past_key_values: a `TitansCache` to go on from; it is updated.
             use_cache: whether to return a cache. By default `config.use_cache`, and never in training.
             memory_read_only: answer from the memory without writing into it. Attention and convolutions still move on.
@@ -426,19 +432,23 @@ class TitansModel(TitansPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of `input_ids` and `inputs_embeds`")
         given = input_ids if inputs_embeds is None else inputs_embeds
-        if given.dim() != (2 if inputs_embeds is None else 3) or 0 in given.shape:
-            name = "input_ids" if inputs_embeds is None else "inputs_embeds"
-            raise ValueError(f"`{name}` must be [batch >= 1, tokens >= 1, ...], got shape {tuple(given.shape)}")
+        name, width = ("input_ids", ()) if inputs_embeds is None else ("inputs_embeds", (self.config.hidden_size,))
+        if given.dim() != 2 + len(width) or 0 in given.shape or given.shape[2:] != width:
+            raise ValueError(
+                f"`{name}` must be {['batch >= 1', 'tokens >= 1', *width]}, got shape {tuple(given.shape)}"
+            )
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = (
             self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         )
+        _refuse_packed_documents(position_ids if attention_mask is None else None, kwargs)
         cache = self._open_cache(past_key_values, use_cache, given.shape[0])
         mask = self._new_token_mask(attention_mask, given.shape[:2], cache)
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
 
+        options = {"read_only": memory_read_only, "output_attentions": output_attentions}
         passes = self._passes(embeds, mask, cache, whole=output_attentions)
-        found = [self._run(x, rows, packed, cache, memory_read_only, output_attentions) for x, rows, packed in passes]
+        found = [self._run(*one, cache, output_hidden_states, **options) for one in passes]
         if cache is not None:
             for layer in cache.layers:
                 layer.advance(mask, embeds.shape[1])
@@ -448,24 +458,18 @@ class TitansModel(TitansPreTrainedModel):
             last_hidden_state=states[-1],
             past_key_values=cache,
             hidden_states=tuple(states) if output_hidden_states else None,
-            attentions=tuple(found[0][1]) if output_attentions and found[0][1] else None,
+            attentions=tuple(found[0][1]) or None,
         )
 
-    def _run(self, x: Tensor, rows: Rows, packed: PackedRows | None, cache, read_only: bool, output_attentions: bool):
+    def _run(self, x: Tensor, rows: Rows, packed: PackedRows | None, cache, all_states: bool, **options):
         """One pass through the layers: the hidden states between them and the attention maps, by input column."""
         unpack = (lambda x: x) if packed is None else packed.unpack
-        states, attentions = [unpack(x)], []
+        states, attentions = [unpack(x)] if all_states else [], []
         for layer in self.layers:
-            x, attention = layer(
-                x,
-                rows=rows,
-                rotary=self.rotary_emb,
-                past_key_values=cache,
-                read_only=read_only,
-                output_attentions=output_attentions,
-            )
-            states.append(unpack(x))
-            if output_attentions and attention is not None:
+            x, attention = layer(x, rows=rows, rotary=self.rotary_emb, past_key_values=cache, **options)
+            if all_states or layer is self.layers[-1]:
+                states.append(unpack(x))
+            if attention is not None:
                 attentions.append(self._unpack_attention(attention, packed))
         return states, attentions
 
@@ -540,6 +544,17 @@ class TitansModel(TitansPreTrainedModel):
                 f"`attn_implementation={implementation!r}` cannot express this model's mask: it works for mag and mal "
                 "with `num_persistent_tokens=0`. Use 'sdpa', 'eager' or 'flex_attention'."
             )
+
+
+def _refuse_packed_documents(position_ids: Tensor | None, kwargs: dict) -> None:
+    """Read as one row, several documents would share one memory."""
+    for name in ("cu_seq_lens_q", "seq_idx"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"`{name}` marks packed documents: pass every document as a row of its own")
+    if position_ids is None or torch.compiler.is_compiling() or position_ids.dim() != 2:
+        return
+    if bool((position_ids.diff(dim=1) < 0).any()):
+        raise ValueError("`position_ids` start again within a row: pass every document as a row of its own")
 
 
 def _join_passes(parts: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:

@@ -50,7 +50,7 @@ class CausalConv(nn.Module):
         return sum(extended[:, tap : tap + T] * weight for tap, weight in enumerate(taps))
 
 
-class WriteGates(nn.Linear):
+class WriteGates(nn.Module):
     """Logits of the step size theta, the momentum decay eta and the forget gate alpha, per head.
 
     The weights start at zero, so that at first every token is written alike, and the biases at 0, 0 and -4: half of the
@@ -61,17 +61,18 @@ class WriteGates(nn.Linear):
     START = (0.0, 0.0, -4.0)
 
     def __init__(self, config: TitansConfig):
-        super().__init__(config.hidden_size, 3 * config.memory_num_heads)
+        super().__init__()
+        self.proj = nn.Linear(config.hidden_size, 3 * config.memory_num_heads)
         self.theta_max, self.eta_max = config.memory_theta_max, config.memory_eta_max
         self.momentum, self.forget = config.memory_momentum, config.memory_forget
 
     def start_bias(self) -> Tensor:
-        return torch.tensor(self.START).repeat_interleave(self.out_features // 3)
+        return torch.tensor(self.START).repeat_interleave(self.proj.out_features // 3)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, hidden] to `(theta, eta, alpha)` stacked as [B, T, 3, H]."""
-        logits = super().forward(x)
-        theta, eta, alpha = logits.to(state_dtype(x.dtype)).sigmoid().chunk(3, dim=-1)
+        logits = self.proj(x)
+        theta, eta, alpha = logits.to(state_dtype(logits.dtype)).sigmoid().chunk(3, dim=-1)
         theta = self.theta_max * theta
         eta = self.eta_max * eta if self.momentum else torch.zeros_like(eta)
         alpha = alpha if self.forget else torch.zeros_like(alpha)
@@ -81,9 +82,8 @@ class WriteGates(nn.Linear):
 class MemoryStart(nn.Module):
     """The learned weights `M_0` every sequence starts from, per head.
 
-    Hidden layers start as random features (standard deviation `1 / sqrt(in)`), the last layer at a tenth of that: at
-    first the memory answers with little but what was written. At full size its own noise hides that; at exactly zero
-    the norm behind it amplifies the gradient of what MAC retrieves in its first segment.
+    Hidden layers start as random features (standard deviation `1 / sqrt(in)`) and the last layer at zero: at first the
+    memory answers with nothing but what was written, and recall is learned sooner.
     """
 
     def __init__(self, config: TitansConfig):
@@ -92,10 +92,6 @@ class MemoryStart(nn.Module):
         widths = [config.head_dim, *hidden, config.head_dim]
         shapes = zip(widths[:-1], widths[1:], strict=True)
         self.weights = nn.ParameterList(torch.empty(config.memory_num_heads, *shape) for shape in shapes)
-
-    def start_sizes(self) -> list[float]:
-        """How large each layer starts, in units of `1 / sqrt(in)`."""
-        return [1.0] * (len(self.weights) - 1) + [0.1]
 
     def forward(self) -> MemoryState:
         """A batch of one at the start: `M_0`, and no momentum."""
