@@ -1,5 +1,7 @@
 """The cache: constant in size, independent of its neighbours, and an open book about what it cannot do."""
 
+import copy
+
 import pytest
 import torch
 from support import VARIANTS, assert_close, random_ids, tiny_config, tiny_model
@@ -75,7 +77,7 @@ def test_reset_goes_back_to_the_learned_start(variant):
 def test_a_clone_is_independent_and_a_cache_moves(variant):
     model, ids = tiny_model(variant), random_ids(2, 13)
     cache = model(ids, use_cache=True).past_key_values
-    twin = cache.clone().to("cpu")
+    twin = copy.deepcopy(cache.clone().to("cpu"))
     expected = read(model, ids, cache)
     assert cache.get_seq_length() == 26
     assert twin.get_seq_length() == 13
@@ -160,6 +162,16 @@ def test_crop_further_back_than_the_cache_can_is_an_error_that_changes_nothing()
     assert_close(read(model, ids, cache), read(model, ids, twin), 0.0)
 
 
+def test_a_long_pass_that_returns_attention_maps_leaves_nothing_to_crop():
+    model = tiny_model("mag")
+    model.set_attn_implementation("eager")
+    cache = model(random_ids(1, 150), use_cache=True, output_attentions=True).past_key_values
+    with pytest.raises(ValueError, match="can go back 0 of its 150"):
+        cache.crop(-1)
+    read(model, random_ids(1, 3), cache)
+    cache.crop(-3)
+
+
 def test_caches_that_do_not_fit_are_refused_by_name():
     model, ids = tiny_model("mag"), random_ids(2, 7)
     with pytest.raises(ValueError, match="cannot hold a Titans memory"):
@@ -174,6 +186,8 @@ def test_caches_that_do_not_fit_are_refused_by_name():
         tiny_model("mal")(ids, past_key_values=cache)
     with pytest.raises(ValueError, match="attention_mask"):
         model(ids, attention_mask=torch.ones(2, 5), past_key_values=cache)
+    with pytest.raises(ValueError, match="holds torch.float64"):
+        tiny_model("mag", torch.float32)(ids, past_key_values=cache)
     assert_close(read(model, ids, cache), read(model, ids, untouched), 0.0)
     with pytest.raises(ValueError, match="only a Titans model can fill it"):
         cache.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), 0)

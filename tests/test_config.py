@@ -38,7 +38,9 @@ BAD_FIELDS = [
     ("memory_max_surprise", dict(memory_max_surprise=0.0)),
     ("memory_theta_max", dict(memory_theta_max=0.0)),
     ("memory_eta_max", dict(memory_eta_max=1.0)),
+    ("memory_theta_max", dict(memory_theta_max=float("nan"))),
     ("sliding_window", dict(sliding_window=0)),
+    ("num_attention_heads", dict(num_attention_heads=3, head_dim=None)),
 ]
 
 
@@ -46,6 +48,10 @@ BAD_FIELDS = [
 def test_a_bad_field_is_refused_by_name(field, values):
     with pytest.raises(ValueError, match=f"`{field}`"):
         tiny_config(**{"variant": "mac", **values})
+
+
+def test_rope_theta_is_taken_as_in_other_models():
+    assert tiny_config("mag", rope_theta=5e5).rope_parameters["rope_theta"] == 5e5
 
 
 def test_only_mac_needs_its_chunks_to_divide_its_segments():
@@ -119,6 +125,9 @@ def test_a_fresh_model_starts_where_its_docstrings_say():
     assert torch.allclose(theta, torch.tensor(0.05))
     assert torch.allclose(eta, torch.tensor(0.4995))
     assert torch.allclose(alpha, torch.tensor(-4.0).sigmoid())
+    config = tiny_config("mag", memory_chunk_size=64)
+    theta = TitansForCausalLM(config).model.layers[0].mixer.memory.write_gates(torch.randn(1, 1, 14))[:, :, 0]
+    assert torch.allclose(theta, torch.tensor(0.1 / 8))
     first, last = memory.start.weights
     assert 0.8 < first.std() * first.shape[-2] ** 0.5 < 1.2
     assert (last == 0).all()

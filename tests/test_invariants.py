@@ -166,6 +166,42 @@ def test_a_long_prompt_can_be_cropped_by_64_tokens(variant):
     assert_rows(torch.cat((output.logits[:, :237], again), dim=1), mask, expected, 1e-9)
 
 
+def read_and_crop(model, ids, mask, plan):
+    """Follow a plan of (columns to read, of these to crop), with junk for what is cropped; returns the logits kept."""
+    cache, kept, place = TitansCache(model.config), [], 0
+    for size, cropped in plan:
+        real = torch.cat((mask[:, : place + size - cropped], torch.ones(len(ids), cropped, dtype=torch.long)), dim=1)
+        piece = torch.cat((ids[:, place : place + size - cropped], random_ids(len(ids), cropped, place)), dim=1)
+        logits = model(piece, attention_mask=real, past_key_values=cache).logits
+        cache.crop(-cropped)
+        kept.append(logits[:, : size - cropped])
+        place += size - cropped
+    return torch.cat(kept, dim=1)
+
+
+LONG_PLANS = {
+    "a log that was used, then a long pass": [(100, 0), (300, 10), (20, 0)],
+    "more tokens than the log holds, piece by piece": [(5, 0)] * 50 + [(41, 31), (9, 0)],
+    "speculation": [(8, 5)] * 60,
+    "long speculation": [(70, 64)] * 8 + [(1, 0)] * 30,
+    "rows of different length fill the log": [(20, 0), (128, 0), (60, 40), (64, 64), (30, 0)],
+}
+
+
+@pytest.mark.parametrize("plan", LONG_PLANS.values(), ids=LONG_PLANS)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_crop_is_exact_however_long_the_cache_was_used(variant, plan, padded):
+    model = tiny_model(variant, memory_chunk_size=16, segment_size=48)
+    length = sum(size - cropped for size, cropped in plan)
+    ids, mask = random_ids(2, length), torch.ones(2, length, dtype=torch.long)
+    if padded:
+        mask[0, 20:108], mask[1, -7:] = 0, 0
+        mask[0, length // 2], mask[1, 3] = 0, 0
+    assert_rows(read_and_crop(model, ids, mask, plan), mask, alone(model, ids, mask), 1e-9)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("implementation", ["recurrent", "torch"])
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support import VARIANTS, VOCAB, assert_close, random_ids, tiny_config, tiny_model
+from transformers import StaticCache
 
 from titans_hf import TitansCache, TitansForCausalLM, TitansForSequenceClassification, TitansModel
 
@@ -168,6 +169,70 @@ def test_beam_search_takes_each_beam_with_its_memory(variant):
 
 
 @every_variant
+@torch.no_grad()
+def test_assisted_decoding_and_prompt_lookup_equal_greedy(variant):
+    """Far beyond what the cache's log holds, with an assistant that is right only some of the time."""
+    model, assistant, ids = tiny_model(variant), tiny_model(variant), random_ids(1, 40)
+    for parameter in assistant.parameters():
+        parameter.add_(0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    options = dict(max_new_tokens=200, do_sample=False, eos_token_id=None)
+    greedy = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, assistant_model=assistant, **options), greedy)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), greedy)
+
+
+@every_variant
+@torch.no_grad()
+def test_generation_goes_on_from_a_cache_of_tokens_it_is_not_given(variant):
+    """With a mask over everything read, the question alone suffices: the book is in the memory."""
+    model, book, question = tiny_model(variant), random_ids(1, 40), random_ids(1, 5, seed=1)
+    options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
+    expected = model.generate(torch.cat((book, question), dim=1), **options)[:, 40:]
+    cache = model(book, use_cache=True).past_key_values
+    mask = torch.ones(1, cache.get_seq_length() + question.shape[1])
+    assert torch.equal(model.generate(question, attention_mask=mask, past_key_values=cache, **options), expected)
+
+
+@every_variant
+@torch.no_grad()
+def test_a_compiled_decode_step_with_a_static_cache_is_one_graph(variant):
+    """Traced whole, with no Python number that depends on the data; equal to eager, over chunk and segment borders."""
+    model, ids = tiny_model(variant), random_ids(2, 16)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    model(ids[:, :5], attention_mask=mask[:, :5], past_key_values=cache)
+    step = torch.compile(model.forward, backend="eager", fullgraph=True)
+    for place in range(5, 16):
+        logits = step(ids[:, place : place + 1], past_key_values=cache).logits
+        assert_close(logits, expected[:, place : place + 1], 1e-9)
+
+
+@every_variant
+def test_autocast_leaves_the_memory_in_its_own_precision(variant):
+    model, ids = tiny_model(variant, torch.float32), random_ids(2, 40)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(ids, labels=ids, use_cache=True)
+    output.loss.backward()
+    states = [layer.carry.memory for layer in output.past_key_values.layers]
+    assert {x.dtype for state in states for x in state.tensors() if x.is_floating_point()} == {torch.float32}
+    assert all(W.dtype == torch.float32 for state in states for W in state.current()[0])
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@every_variant
+def test_a_cache_made_in_inference_mode_goes_on_outside_of_it(variant):
+    model, ids = tiny_model(variant), random_ids(2, 30)
+    with torch.inference_mode():
+        cache = model(ids[:, :12], use_cache=True).past_key_values
+        cache.crop(-2)
+    with torch.no_grad():
+        logits = model(ids[:, 10:], past_key_values=cache).logits
+        assert_close(logits, model(ids, use_cache=False).logits[:, 10:], 1e-9)
+
+
+@every_variant
 def test_gradient_checkpointing_gives_the_same_gradients(variant):
     found = []
     for checkpointing in (False, True):
@@ -205,6 +270,8 @@ def test_bad_input_is_refused_by_name_before_anything_is_read(variant):
         (dict(input_ids=ids[:, :0]), "input_ids"),
         (dict(input_ids=ids[0]), "input_ids"),
         (dict(inputs_embeds=torch.zeros(2, 7)), "inputs_embeds"),
+        (dict(inputs_embeds=torch.zeros(2, 7, 15)), "inputs_embeds"),
+        (dict(input_ids=ids, cu_seq_lens_q=torch.tensor([0, 3, 7])), "cu_seq_lens_q"),
         (dict(input_ids=ids, attention_mask=torch.ones(2, 6)), "attention_mask"),
         (dict(input_ids=ids, attention_mask=torch.ones(3, 7)), "attention_mask"),
         (dict(input_ids=ids, attention_mask=torch.ones(2, 1, 7, 7)), "attention_mask"),

@@ -71,7 +71,7 @@ def test_float16_inference_is_finite(variant):
     assert logits.dtype == torch.float16
     assert logits.isfinite().all()
     random = ids[2:, :200]  # on repeated tokens the rule itself amplifies any rounding
-    assert (model(random).logits.float() - narrow_model(variant)(random).logits).abs().max() < 0.02
+    assert (model(random).logits.float() - narrow_model(variant)(random).logits).abs().max() < 2e-3
 
 
 @pytest.mark.parametrize("max_surprise, finite", [(None, False), (10.0, True)])
@@ -86,10 +86,11 @@ def test_the_rule_as_printed_diverges_on_a_repeated_token_and_the_cap_prevents_i
     assert all(bool(x.isfinite().all()) is finite for x in state.current()[0])
 
 
-def test_ordinary_text_does_not_touch_the_cap(monkeypatch):
-    """After a short training run on English, fewer than 1 % of the tokens' gradients are scaled."""
+@every_variant
+def test_ordinary_text_does_not_touch_the_cap(variant, monkeypatch):
+    """After a short training run on English, fewer than 1 % of the tokens have a gradient scaled anywhere."""
     text = torch.tensor(list("".join(pydoc_data.topics.topics.values()).encode()[:60_000]))
-    model = narrow_model("mag", hidden_size=32).train()
+    model = narrow_model(variant, hidden_size=32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(0)
     losses = []
@@ -102,15 +103,17 @@ def test_ordinary_text_does_not_touch_the_cap(monkeypatch):
         optimizer.step()
     assert losses[-1] < losses[0] - 1.0, "the run must have learned something"
 
-    capped = []
-    original = memory_ops._cap
+    capped, original = [], memory_ops._cap
 
     def counting(a, g, max_surprise):
         scale = original(a, g, max_surprise)
-        capped.append((scale < 1).float().mean())
+        if scale.shape[2] == model.config.memory_chunk_size:  # not the prologue
+            capped.append((scale < 1).flatten())
         return scale
 
     monkeypatch.setattr(memory_ops, "_cap", counting)
     with torch.no_grad():
-        model.eval()(text[None, :4096])
-    assert torch.stack(capped).mean() < 0.01
+        model.eval()(text[None, :4096], use_cache=False)
+    assert torch.cat(capped).numel() == 4096 * 2 * 2 * 2, "tokens, heads, memory layers, blocks"
+    by_token = torch.stack(capped).view(2, 64, 2, 2, 64)  # block, chunk, memory layer, head, token
+    assert by_token.any(3).any(2).any(0).float().mean() < 0.01

@@ -507,7 +507,7 @@ def _copy_layer(layer: TitansCacheLayer) -> TitansCacheLayer:
     return twin
 
 
-def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None:
+def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int, dtype: torch.dtype) -> None:
     """Refuse a cache that cannot hold this model's memory for this batch, before anything is written."""
     if len(cache.layers) != config.num_hidden_layers or not all(
         isinstance(layer, TitansCacheLayer) for layer in cache.layers
@@ -522,4 +522,9 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
             raise ValueError(
                 f"`past_key_values` holds {layer.batch_size} rows, but the input has {batch_size}: use a cache per "
                 "batch, or `batch_select_indices` / `batch_repeat_interleave` it to fit"
+            )
+        if layer.carry is not None and layer.carry.tails["conv"].dtype != dtype:
+            raise ValueError(
+                f"`past_key_values` holds {layer.carry.tails['conv'].dtype}, but the model computes in {dtype}: "
+                "start with a fresh TitansCache(model.config)"
             )

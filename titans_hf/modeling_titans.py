@@ -515,7 +515,7 @@ class TitansModel(TitansPreTrainedModel):
         if cache is None:
             use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
             return TitansCache(self.config) if use_cache and not checkpointing else None
-        check_cache(cache, self.config, batch_size)
+        check_cache(cache, self.config, batch_size, self.layers[0].mixer.memory.q_proj.weight.dtype)
         if checkpointing:
             raise ValueError("gradient checkpointing cannot go on from `past_key_values`: switch one of them off")
         return cache
