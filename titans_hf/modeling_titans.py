@@ -370,10 +370,8 @@ class TitansPreTrainedModel(PreTrainedModel):
         elif isinstance(module, BranchNorm):
             init.constant_(module.weight, self.config.hidden_size * self.config.initializer_range**2)
         elif isinstance(module, MemoryStart):
-            *hidden, last = module.weights
-            for W in hidden:
-                init.normal_(W, std=W.shape[-2] ** -0.5)
-            init.zeros_(last)
+            for W, size in zip(module.weights, module.start_sizes(self.config.variant), strict=True):
+                init.normal_(W, std=size * W.shape[-2] ** -0.5)
         elif isinstance(module, TitansDecoderLayer) and module.persistent is not None:
             init.normal_(module.persistent, std=self.config.initializer_range)
         else:

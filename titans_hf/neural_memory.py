@@ -89,7 +89,8 @@ class MemoryStart(nn.Module):
     """The learned weights `M_0` every sequence starts from, per head.
 
     Hidden layers start as random features (standard deviation `1 / sqrt(in)`) and the last layer at zero: at first the
-    memory answers with nothing but what was written, and recall is learned sooner.
+    memory answers with nothing but what was written, and recall is learned sooner. Only MAC asks `M_0` itself, in its
+    first segment, and a norm follows: its last layer starts at a tenth, for at exactly zero that norm has no direction.
     """
 
     def __init__(self, config: TitansConfig):
@@ -98,6 +99,10 @@ class MemoryStart(nn.Module):
         widths = [config.head_dim, *hidden, config.head_dim]
         shapes = zip(widths[:-1], widths[1:], strict=True)
         self.weights = nn.ParameterList(torch.empty(config.memory_num_heads, *shape) for shape in shapes)
+
+    def start_sizes(self, variant: str) -> list[float]:
+        """How large each layer starts, in units of `1 / sqrt(in)`."""
+        return [1.0] * (len(self.weights) - 1) + [0.1 if variant == "mac" else 0.0]
 
     def forward(self) -> MemoryState:
         """A batch of one at the start: `M_0`, and no momentum."""
