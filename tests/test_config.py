@@ -126,8 +126,9 @@ def test_a_fresh_model_starts_where_its_docstrings_say():
     assert torch.allclose(eta, torch.tensor(0.4995))
     assert torch.allclose(alpha, torch.tensor(-4.0).sigmoid())
     config = tiny_config("mag", memory_chunk_size=64)
-    theta = TitansForCausalLM(config).model.layers[0].mixer.memory.write_gates(torch.randn(1, 1, 14))[:, :, 0]
-    assert torch.allclose(theta, torch.tensor(0.1 / 8))
+    gates = TitansForCausalLM(config).model.layers[0].mixer.memory.write_gates(torch.randn(1, 1, 14))
+    assert torch.allclose(gates[:, :, 0], torch.tensor(0.1 / 32))
+    assert torch.allclose(gates[:, :, 2], torch.tensor(-4.0).sigmoid() / 16)
     first, last = memory.start.weights
     assert 0.8 < first.std() * first.shape[-2] ** 0.5 < 1.2
     assert (last == 0).all()

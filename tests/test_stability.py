@@ -15,7 +15,7 @@ def narrow_model(variant, **overrides):
     """Tiny width, default memory settings."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
-    windows = dict(segment_size=128, sliding_window=64, num_persistent_tokens=4)
+    windows = dict(segment_size=128, sliding_window=64, num_persistent_tokens=4, initializer_range=0.25)
     return TitansForCausalLM(TitansConfig(variant=variant, **{**sizes, **windows, **overrides})).eval()
 
 
@@ -71,7 +71,8 @@ def test_float16_inference_is_finite(variant):
     assert logits.dtype == torch.float16
     assert logits.isfinite().all()
     random = ids[2:, :200]  # on repeated tokens the rule itself amplifies any rounding
-    assert (model(random).logits.float() - narrow_model(variant)(random).logits).abs().max() < 2e-3
+    expected = narrow_model(variant)(random).logits
+    assert (model(random).logits.float() - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("max_surprise, finite", [(None, False), (10.0, True)])

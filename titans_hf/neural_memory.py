@@ -54,14 +54,11 @@ class CausalConv(nn.Module):
 class WriteGates(nn.Module):
     """Logits of the step size theta, the momentum decay eta and the forget gate alpha, per head.
 
-    The weights start at zero, so that at first every token is written alike. The biases start
-
-    * theta at half its maximum, less for chunks of more than 16 tokens (8 / chunk of the maximum): a chunk's gradients
-      are all taken at the same weights, and together they must not overshoot. At half the maximum, chunks of 64 tokens
-      of ordinary text ran into the cap on four tokens of five; at 1/8 on none;
-    * eta at half its maximum, a momentum over about two tokens;
-    * alpha at sigmoid(-4): the memory keeps 98 % per token, a half-life of 38 tokens. A larger alpha forgets before the
-      first gradients can teach it what to keep.
+    The weights start at zero, so that at first every token is written alike. The biases start, for chunks of up to 16
+    tokens, theta and eta at half their maximum and alpha at sigmoid(-4), a half-life of 38 tokens: recall is learned
+    from there. For longer chunks theta and alpha start lower, by `(16 / chunk)^2`. All gradients of a chunk are taken
+    at the same weights and overshoot together: at chunks of 64 and half the maximum, ordinary text ran into the cap on
+    most tokens. And a deep memory that forgets faster than it writes falls to zero, where all its gradients vanish.
     """
 
     def __init__(self, config: TitansConfig):
@@ -69,11 +66,15 @@ class WriteGates(nn.Module):
         self.proj = nn.Linear(config.hidden_size, 3 * config.memory_num_heads)
         self.theta_max, self.eta_max = config.memory_theta_max, config.memory_eta_max
         self.momentum, self.forget = config.memory_momentum, config.memory_forget
-        self.theta_start = min(0.5, 8 / config.memory_chunk_size)
+        caution = min(1.0, (16 / config.memory_chunk_size) ** 2)
+        self.start = (
+            0.5 * caution,
+            0.5,
+            caution / (1 + math.exp(4)),
+        )  # theta and eta as shares of their maximum, alpha
 
     def start_bias(self) -> Tensor:
-        starts = torch.tensor([math.log(self.theta_start / (1 - self.theta_start)), 0.0, -4.0])
-        return starts.repeat_interleave(self.proj.out_features // 3)
+        return torch.tensor(self.start).logit().repeat_interleave(self.proj.out_features // 3)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, hidden] to `(theta, eta, alpha)` stacked as [B, T, 3, H]."""
