@@ -119,6 +119,9 @@ def draw(record: dict, path: Path) -> None:
     right.axvline(record["args"]["window"], color="tab:red", linewidth=0.8, linestyle="--", label="attention window")
     right.set(xlabel="tokens between showing and asking", ylabel="recall (%)", xscale="log", ylim=(0, 102))
     right.set_title("recall on fresh sequences")
+    ticks = [record["args"]["window"], *gaps]
+    right.set_xticks(ticks, map(str, ticks))
+    right.set_xticks([], minor=True)
     left.legend()
     right.legend()
     figure.tight_layout()

@@ -10,13 +10,15 @@ from pathlib import Path
 import torch
 import transformers
 
+# Asked when a run begins: a long one may end on another commit.
+COMMIT = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+
 
 def provenance() -> dict:
     """Command, commit, date, versions and machine of the present run."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     return {
         "command": "python " + " ".join([f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "commit": commit,
+        "commit": COMMIT,
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
