@@ -135,10 +135,11 @@ def test_a_fresh_model_starts_where_its_docstrings_say():
 
 
 def test_a_fresh_mac_attends_to_itself_first():
-    """Keys start as the queries of their group's first head, and stay what they are when a model is loaded."""
-    attention = TitansForCausalLM(tiny_config("mac")).model.layers[1].mixer.attention
-    queries = attention.q_proj.weight.unflatten(0, (4, 6))
-    assert torch.equal(attention.k_proj.weight.unflatten(0, (2, 6)), queries[[0, 2]])
+    """Keys start as twice the queries of their group's first head; the memory's keys as its queries."""
+    mixer = TitansForCausalLM(tiny_config("mac")).model.layers[1].mixer
+    queries = mixer.attention.q_proj.weight.unflatten(0, (4, 6))
+    assert torch.equal(mixer.attention.k_proj.weight.unflatten(0, (2, 6)), 2 * queries[[0, 2]])
+    assert torch.equal(mixer.memory.k_proj.weight, mixer.memory.q_proj.weight)
 
 
 def test_the_tokenizer_of_a_saved_folder_loads_without_the_package(tmp_path):

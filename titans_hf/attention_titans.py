@@ -297,14 +297,14 @@ class SegmentAttention(TitansAttention):
     Persistent token p stands at p, retrieved token j at P + j and segment token j at P + C + j. Token i sees every
     persistent token, and retrieved and segment tokens j <= i: nothing of its own segment's future.
 
-    Keys start equal to queries, so that every token attends to itself first. The memory is written with what attention
-    returns: from an even average over the context it could not tell one token from the next, and would hardly learn.
+    Keys start as twice the queries, so that every token attends to itself first. The memory is written with what
+    attention returns: from an even average over the context it could not tell one token from the next.
     """
 
     def keys_like_queries(self) -> Tensor:
-        """The first query head of every key head's group, as a weight for `k_proj`."""
+        """Twice the first query head of every key head's group, as a weight for `k_proj`."""
         heads = self.q_proj.weight.unflatten(0, (-1, self.head_dim))
-        return heads[:: self.num_key_value_groups].flatten(0, 1)
+        return 2 * heads[:: self.num_key_value_groups].flatten(0, 1)
 
     def forward(self, q, kv, persistent_kv, past_kv, past: int, places: Tensor, output_attentions: bool):
         """Attend in one piece of a segment.

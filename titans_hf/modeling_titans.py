@@ -179,7 +179,11 @@ SEGMENT_TAILS = ("retrieved_keys", "retrieved_values", "segment_keys", "segment_
 
 
 class MemoryAsContext(nn.Module):
-    """MAC: what the memory holds for a segment stands before it in attention's context (Section 4.1, Eqs. 21-25)."""
+    """MAC: what the memory holds for a segment stands before it in attention's context (Section 4.1, Eqs. 21-25).
+
+    The memory's keys start equal to its queries. Without that, it first learns which values were written, and only much
+    later under which keys.
+    """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__()
@@ -367,6 +371,8 @@ class TitansPreTrainedModel(PreTrainedModel):
             init.uniform_(module.weight, -bound, bound)
         elif isinstance(module, SegmentAttention):
             init.copy_(module.k_proj.weight, module.keys_like_queries())
+        elif isinstance(module, MemoryAsContext):
+            init.copy_(module.memory.k_proj.weight, module.memory.q_proj.weight)
         elif isinstance(module, BranchNorm):
             init.constant_(module.weight, self.config.hidden_size * self.config.initializer_range**2)
         elif isinstance(module, MemoryStart):
