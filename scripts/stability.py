@@ -21,12 +21,13 @@ VOCAB = 256
 ROWS = ("repeated", "alternating", "random")
 
 
-def build_model(variant: str, worst_gates: bool) -> TitansForCausalLM:
+def build_model(variant: str, worst_gates: bool = False, hidden_size: int = 16) -> TitansForCausalLM:
+    """Tiny width, default memory settings."""
     torch.manual_seed(0)
     config = TitansConfig(
         variant=variant,
         vocab_size=VOCAB,
-        hidden_size=16,
+        hidden_size=hidden_size,
         intermediate_size=24,
         num_hidden_layers=2,
         num_attention_heads=2,

@@ -1,29 +1,20 @@
 """Finite for every input: repeated, alternating and random tokens through the cache; and what happens uncapped."""
 
 import pydoc_data.topics
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from support import VARIANTS, memory_inputs
 
-from titans_hf import MemoryState, TitansCache, TitansConfig, TitansForCausalLM, memory_ops, neural_memory
+from titans_hf import MemoryState, TitansCache, memory_ops, neural_memory
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+
+from stability import build_model, hard_rows
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
-
-
-def narrow_model(variant, **overrides):
-    """Tiny width, default memory settings."""
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
-    windows = dict(segment_size=128, sliding_window=64, num_persistent_tokens=4, initializer_range=0.25)
-    return TitansForCausalLM(TitansConfig(variant=variant, **{**sizes, **windows, **overrides})).eval()
-
-
-def hard_rows(tokens: int) -> torch.Tensor:
-    """One repeated token, two alternating ones, and random ones: [3, tokens]."""
-    place = torch.arange(tokens)
-    random = torch.randint(0, 256, (tokens,), generator=torch.Generator().manual_seed(0))
-    return torch.stack((torch.full((tokens,), 7), 11 + place % 2, random))
 
 
 def memory_of(cache):
@@ -34,9 +25,9 @@ def memory_of(cache):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_sixteen_thousand_tokens_stay_finite(variant, dtype):
-    model = narrow_model(variant).to(dtype)
+    model = build_model(variant).to(dtype)
     cache = TitansCache(model.config)
-    for piece in hard_rows(16_000).split(1999, dim=1):
+    for piece in hard_rows(0, 16_000).split(1999, dim=1):
         assert model(piece, past_key_values=cache).logits.isfinite().all()
     assert all(x.isfinite().all() for x in memory_of(cache))
 
@@ -45,12 +36,9 @@ def test_sixteen_thousand_tokens_stay_finite(variant, dtype):
 @torch.no_grad()
 def test_saturated_gates_stay_finite(variant):
     """The largest step, the longest momentum and no forgetting at all: growth is polynomial, not exponential."""
-    model = narrow_model(variant)
-    for layer in model.model.layers:
-        heads = model.config.memory_num_heads
-        layer.mixer.memory.write_gates.proj.bias.copy_(torch.tensor([50.0, 50.0, -50.0]).repeat_interleave(heads))
+    model = build_model(variant, worst_gates=True)
     cache = TitansCache(model.config)
-    for piece in hard_rows(6_000).split(1999, dim=1):
+    for piece in hard_rows(0, 6_000).split(1999, dim=1):
         assert model(piece, past_key_values=cache).logits.isfinite().all()
     assert all(x.isfinite().all() for x in memory_of(cache))
 
@@ -58,7 +46,7 @@ def test_saturated_gates_stay_finite(variant):
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_stay_finite_on_such_input(variant, dtype):
-    model, ids = narrow_model(variant).to(dtype).train(), hard_rows(700)
+    model, ids = build_model(variant).to(dtype).train(), hard_rows(0, 700)
     model(ids, labels=ids).loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
@@ -66,12 +54,12 @@ def test_gradients_stay_finite_on_such_input(variant, dtype):
 @every_variant
 @torch.no_grad()
 def test_float16_inference_is_finite(variant):
-    model, ids = narrow_model(variant).half(), hard_rows(600)
+    model, ids = build_model(variant).half(), hard_rows(0, 600)
     logits = model(ids).logits
     assert logits.dtype == torch.float16
     assert logits.isfinite().all()
     random = ids[2:, :200]  # on repeated tokens the rule itself amplifies any rounding
-    expected = narrow_model(variant)(random).logits
+    expected = build_model(variant)(random).logits
     assert (model(random).logits.float() - expected).norm() < 0.01 * expected.norm()
 
 
@@ -91,7 +79,7 @@ def test_the_rule_as_printed_diverges_on_a_repeated_token_and_the_cap_prevents_i
 def test_ordinary_text_does_not_touch_the_cap(variant, monkeypatch):
     """After a short training run on English, fewer than 1 % of the tokens have a gradient scaled anywhere."""
     text = torch.tensor(list("".join(pydoc_data.topics.topics.values()).encode()[:60_000]))
-    model = narrow_model(variant, hidden_size=32).train()
+    model = build_model(variant, hidden_size=32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(0)
     losses = []

@@ -52,13 +52,14 @@ class CausalConv(nn.Module):
 
 
 class WriteGates(nn.Module):
-    """Logits of the step size theta, the momentum decay eta and the forget gate alpha, per head.
+    """The step size theta, the momentum decay eta and the forget gate alpha of every token, per head.
 
     The weights start at zero, so that at first every token is written alike. The biases start, for chunks of up to 16
     tokens, theta and eta at half their maximum and alpha at sigmoid(-4), a half-life of 38 tokens: recall is learned
     from there. For longer chunks theta and alpha start lower, by `(16 / chunk)^2`. All gradients of a chunk are taken
-    at the same weights and overshoot together: at chunks of 64 and half the maximum, ordinary text ran into the cap on
-    most tokens. And a deep memory that forgets faster than it writes falls to zero, where all its gradients vanish.
+    at the same weights and overshoot together: at chunks of 64 and half the maximum, ordinary text ran into the cap
+    (four gradients of five in a small MAG, two of five in an LMM). And a deep memory that forgets faster than it writes
+    falls to zero, where all its gradients vanish.
     """
 
     def __init__(self, config: TitansConfig):
@@ -67,11 +68,8 @@ class WriteGates(nn.Module):
         self.theta_max, self.eta_max = config.memory_theta_max, config.memory_eta_max
         self.momentum, self.forget = config.memory_momentum, config.memory_forget
         caution = min(1.0, (16 / config.memory_chunk_size) ** 2)
-        self.start = (
-            0.5 * caution,
-            0.5,
-            caution / (1 + math.exp(4)),
-        )  # theta and eta as shares of their maximum, alpha
+        # theta and eta as shares of their maximum, and alpha
+        self.start = (0.5 * caution, 0.5, caution / (1 + math.exp(4)))
 
     def start_bias(self) -> Tensor:
         return torch.tensor(self.start).logit().repeat_interleave(self.proj.out_features // 3)
