@@ -158,5 +158,7 @@ def test_the_tokenizer_of_a_saved_folder_loads_without_the_package(tmp_path):
     code = (
         "import sys; from transformers import AutoTokenizer as A; print(A.from_pretrained(sys.argv[1])('b').input_ids)"
     )
-    found = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
-    assert found.stdout.strip() == "[1]", found.stderr
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert found.stdout.strip().endswith("[1]"), found.stderr  # before it, transformers asks whether to trust the code

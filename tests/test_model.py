@@ -275,7 +275,9 @@ def test_bad_input_is_refused_by_name_before_anything_is_read(variant):
         (dict(input_ids=ids, attention_mask=torch.ones(2, 6)), "attention_mask"),
         (dict(input_ids=ids, attention_mask=torch.ones(3, 7)), "attention_mask"),
         (dict(input_ids=ids, attention_mask=torch.ones(2, 1, 7, 7)), "attention_mask"),
-        (dict(input_ids=ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2)), "position_ids"),
+        (dict(input_ids=ids, position_ids=torch.arange(6)[None]), "position_ids"),
+        (dict(input_ids=ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2)), "past_key_values"),
+        (dict(input_ids=ids, seq_idx=torch.zeros(3, 7)), "seq_idx"),
     ):
         with pytest.raises(ValueError, match=f"`{field}`"):
             model(past_key_values=cache, **kwargs)

@@ -6,7 +6,7 @@ from support import VOCAB, random_ids, tiny_model
 
 from titans_hf.attention_titans import rotate
 from titans_hf.memory_ops import recall
-from titans_hf.modeling_titans import MemoryAsContext, Mixed
+from titans_hf.mixers_titans import MemoryAsContext, Mixed
 
 
 class PrintedMemoryAsContext(MemoryAsContext):

@@ -107,9 +107,15 @@ class TitansRotaryEmbedding(nn.Module):
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float, device=device) / config.head_dim
         return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
 
-    @torch.no_grad()
     def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [..., T, 1, D] for positions [..., T], in the dtype of `x`."""
+        return self.at(x, positions)
+
+    @torch.no_grad()
+    def at(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [..., T, 1, D] for positions [..., T], in the dtype and on the device of `x`.
+
+        The layers call this, not the module: a device map would answer on the module's device.
+        """
         precise = state_dtype(x.dtype)
         angles = positions[..., None].to(precise) * self.inv_freq.to(x.device, precise)
         angles = torch.cat((angles, angles), dim=-1)[..., None, :]
@@ -229,7 +235,7 @@ class SlidingAttention(TitansAttention):
         """All queries over all keys in sight of this pass."""
         K = k.shape[1]
         positions = torch.arange(K, device=q.device)
-        turn = rows.shared("dense rotation", lambda: rotary(q, positions))
+        turn = rows.shared("dense rotation", lambda: rotary.at(q, positions))
         mask = rows.shared("dense mask", lambda: self._window_mask(positions[past:], positions, past, rows))
         q, k = self._lay_out(q, k, (turn[0][past:], turn[1][past:]), turn, prefix)
         return self.attend(q, k, self._with_prefix(v, prefix), self._see_prefix(mask, prefix))
@@ -244,7 +250,7 @@ class SlidingAttention(TitansAttention):
         k, v = (torch.cat((x[:, :-1], x[:, 1:]), dim=2).flatten(0, 1) for x in (k, v))  # [B blocks, 2 W, H_kv, D]
         blocks = q.shape[1]
         positions = torch.arange(2 * W, device=q.device)
-        turn = rows.shared("block rotation", lambda: rotary(q, positions))
+        turn = rows.shared("block rotation", lambda: rotary.at(q, positions))
         mask = rows.shared("block mask", lambda: self._block_mask(positions, blocks, rows))
         if prefix is not None:
             prefix = tuple(x.repeat_interleave(blocks, dim=0) for x in prefix)
@@ -255,7 +261,7 @@ class SlidingAttention(TitansAttention):
     def _flash(self, q, k, v, past, rows, rotary):
         """Flash attention's own sliding window; its padding mask hides the slots that a row has not filled yet."""
         positions = torch.arange(k.shape[1], device=q.device)
-        turn = rotary(q, positions)
+        turn = rotary.at(q, positions)
         q, k = rotate(q, (turn[0][past:], turn[1][past:])), rotate(k, turn)
         mask = None
         if past and min(on_host(rows.seen)) < past:

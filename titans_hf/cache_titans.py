@@ -456,22 +456,16 @@ class TitansCache(DynamicCache):
     """
 
     def __init__(self, config: PreTrainedConfig):
-        super().__init__(config=config)
+        if getattr(config, "model_type", None) != "titans":
+            raise ValueError(f"`config` must be a TitansConfig, got {type(config).__name__}")
+        Cache.__init__(self, layers=[TitansCacheLayer() for _ in range(config.num_hidden_layers)])
         for layer in self.layers:
-            if not isinstance(layer, TitansCacheLayer):
-                raise ValueError(f"`config` must be a TitansConfig, got {type(config).__name__}")
             layer.bind(config)
-
-    @classmethod
-    def adopt(cls, cache: Cache) -> "TitansCache":
-        """A TitansCache over the layers of a cache that transformers built."""
-        adopted = cls.__new__(cls)
-        adopted.__dict__.update(cache.__dict__)
-        return adopted
 
     def clone(self) -> "TitansCache":
         """An independent copy: go on from here more than once."""
-        twin = TitansCache.adopt(self)
+        twin = TitansCache.__new__(TitansCache)
+        twin.__dict__.update(self.__dict__)
         twin.layers = [_copy_layer(layer) for layer in self.layers]
         return twin
 

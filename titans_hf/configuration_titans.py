@@ -7,6 +7,15 @@ VARIANTS = ("mac", "mag", "mal", "lmm")
 MEMORY_GATES = ("token", "chunk")
 MEMORY_IMPLEMENTATIONS = ("auto", "torch", "recurrent")
 
+# Saved with every checkpoint, beside the code itself: it loads with `trust_remote_code=True` where titans_hf is not
+# installed. Where it is, its own classes come first.
+AUTO_MAP = {
+    "AutoConfig": "configuration_titans.TitansConfig",
+    "AutoModel": "modeling_titans.TitansModel",
+    "AutoModelForCausalLM": "modeling_titans.TitansForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_titans.TitansForSequenceClassification",
+}
+
 
 @strict
 class TitansConfig(PreTrainedConfig):
@@ -94,7 +103,7 @@ class TitansConfig(PreTrainedConfig):
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": kwargs.pop("rope_theta", 10000.0)}
         self.check()
-        super().__post_init__(**kwargs)
+        super().__post_init__(**{"auto_map": dict(AUTO_MAP), **kwargs})
 
     @property
     def layer_types(self) -> list[str]:

@@ -157,6 +157,11 @@ class NeuralMemory(nn.Module):
         self.out_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What the layer computes in, outside of its memory."""
+        return self.norm.weight.dtype
+
+    @property
     def conv_reach(self) -> int:
         """Tokens before the present one that the convolution looks at."""
         return 0 if self.conv is None else self.conv.reach
@@ -165,7 +170,7 @@ class NeuralMemory(nn.Module):
         """The carry of rows that have read nothing; its tail has room for `spare` more tokens than the conv needs."""
         state = self.start()
         channels = 3 * self.num_heads * self.head_dim
-        tail = self.q_proj.weight.new_zeros(batch_size, self.conv_reach + spare, channels)
+        tail = state.weights[0].new_zeros(batch_size, self.conv_reach + spare, channels, dtype=self.dtype)
         return MemoryCarry(state.map(lambda x: x.expand(batch_size, *x.shape[1:])), tail)
 
     def prologue(self, persistent: Tensor, batch_size: int, spare: int = 0) -> tuple[Tensor, MemoryCarry]:
