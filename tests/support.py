@@ -1,13 +1,17 @@
 """Tiny models and tensors with pairwise different sizes, and the one way in which tests compare numbers."""
 
+import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from titans_hf import MemoryState, TitansConfig, TitansForCausalLM
 
 VARIANTS = ("mac", "mag", "mal", "lmm")
 VOCAB = 29
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def tiny_config(variant: str, **overrides) -> TitansConfig:
@@ -37,6 +41,34 @@ def tiny_model(variant: str, dtype: torch.dtype = torch.float64, seed: int = 0, 
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return model
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes, two roles and a chat template: what a chat model's folder holds, without a download."""
+    special = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
+    vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=special[0],
+        bos_token=special[1],
+        eos_token=special[2],
+        extra_special_tokens=special[3:],
+        chat_template=(
+            "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+            "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        ),
+    )
+
+
+def save_chat_model(folder, variant: str = "mac", dtype: torch.dtype = torch.float32, **overrides) -> None:
+    """A tiny model and its tokenizer in one folder."""
+    tokenizer = chat_tokenizer()
+    tiny_model(variant, dtype, vocab_size=len(tokenizer), **overrides).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def random_ids(batch: int, tokens: int, seed: int = 0) -> Tensor:

@@ -26,8 +26,6 @@ for auto_class, model_class in {
     AutoModelForSequenceClassification: TitansForSequenceClassification,
 }.items():
     auto_class.register(TitansConfig, model_class)
-    # `save_pretrained` writes the code beside the weights
-    model_class.register_for_auto_class(auto_class.__name__)
     # `transformers serve` and TRL look a checkpoint's class up by name in transformers, which while it is imported may
     # replace its own module by a second one
     for module in (transformers, sys.modules["transformers"]):

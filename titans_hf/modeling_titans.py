@@ -4,11 +4,15 @@ Axis letters: B batch, T tokens, H heads. Inside the layers rows hold their real
 padding is never computed on and never written.
 """
 
+import os
+import shutil
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
+from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -134,6 +138,19 @@ class TitansPreTrainedModel(PreTrainedModel):
         That is its guard against initialisers that overwrite loaded weights; `transformers.initialization` does not.
         """
         super()._initialize_weights(module)
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith("torch."):  # FSDP2 has given the model a class in a file of torch's: not our code
+            cls._auto_class = None
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs):
+        """As in transformers. The code goes beside the weights, where `config.auto_map` points to it."""
+        if is_main_process and not os.path.isfile(save_directory):
+            os.makedirs(save_directory, exist_ok=True)
+            for file in (__file__, *get_relative_import_files(__file__)):
+                shutil.copy(file, save_directory)
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
 
 
 class TitansModel(TitansPreTrainedModel):

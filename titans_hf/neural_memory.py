@@ -96,12 +96,19 @@ class MemoryStart(nn.Module):
         super().__init__()
         hidden = [config.memory_expansion * config.head_dim] * (config.memory_depth - 1)
         widths = [config.head_dim, *hidden, config.head_dim]
-        shapes = zip(widths[:-1], widths[1:], strict=True)
-        self.weights = nn.ParameterList(torch.empty(config.memory_num_heads, *shape) for shape in shapes)
+        self.depth = config.memory_depth
+        # The module's own parameters, not a ParameterList's: offloading brings them in when the module is called.
+        for layer, shape in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+            self.register_parameter(f"W{layer}", nn.Parameter(torch.empty(config.memory_num_heads, *shape)))
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The weights of each layer, [H, in, out]."""
+        return [getattr(self, f"W{layer}") for layer in range(self.depth)]
 
     def start_sizes(self, variant: str) -> list[float]:
         """How large each layer starts, in units of `1 / sqrt(in)`."""
-        return [1.0] * (len(self.weights) - 1) + [0.1 if variant == "mac" else 0.0]
+        return [1.0] * (self.depth - 1) + [0.1 if variant == "mac" else 0.0]
 
     def forward(self) -> MemoryState:
         """A batch of one at the start: `M_0`, and no momentum."""
