@@ -56,6 +56,7 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
         bos_token=special[1],
         eos_token=special[2],
         extra_special_tokens=special[3:],
+        padding_side="left",
         chat_template=(
             "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
             "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"

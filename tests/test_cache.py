@@ -4,12 +4,10 @@ import copy
 
 import pytest
 import torch
-from support import VARIANTS, assert_close, random_ids, tiny_config, tiny_model
+from support import assert_close, every_variant, random_ids, tiny_config, tiny_model
 from transformers import DynamicCache, StaticCache
 
 from titans_hf import TitansCache
-
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 @pytest.fixture(autouse=True)
@@ -95,17 +93,6 @@ def test_caches_that_transformers_builds_from_the_config_work(variant):
         assert int(cache.get_seq_length()) == 20
         cache.reset()
         assert_close(read(model, ids, cache), whole, 1e-9)
-
-
-@every_variant
-def test_generation_with_a_static_cache_equals_the_default(variant):
-    model, ids = tiny_model(variant), random_ids(2, 8)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    options = dict(attention_mask=mask, max_new_tokens=9, do_sample=False, eos_token_id=None, disable_compile=True)
-    static = model.generate(ids, cache_implementation="static", **options)
-    assert torch.equal(static, model.generate(ids, **options))
-    assert torch.equal(static, model.generate(ids, use_cache=False, **options))
 
 
 @every_variant

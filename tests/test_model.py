@@ -1,13 +1,11 @@
-"""The model as users of transformers meet it: inputs, outputs, loss, generation, attention implementations."""
+"""The model as users of transformers meet it: inputs, outputs, loss, attention implementations."""
 
 import pytest
 import torch
-from support import VARIANTS, VOCAB, assert_close, random_ids, tiny_config, tiny_model
-from transformers import StaticCache
+from support import VOCAB, assert_close, every_variant, random_ids, tiny_config, tiny_model
 
 from titans_hf import TitansCache, TitansForCausalLM, TitansForSequenceClassification, TitansModel
 
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
 with_attention = pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
 
 
@@ -145,68 +143,6 @@ def test_flash_attention_gets_a_window_and_a_left_padding_mask(variant, monkeypa
         parts.append(model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits)
         start = stop
     assert_close(torch.cat(parts, dim=1), expected, 1e-9)
-
-
-@every_variant
-@torch.no_grad()
-def test_greedy_generation_with_and_without_cache_and_padding_agree(variant):
-    model, ids = tiny_model(variant), random_ids(3, 10)
-    mask = torch.ones_like(ids)
-    mask[0, :4], mask[2, :7] = 0, 0
-    options = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
-    together = model.generate(ids, attention_mask=mask, **options)
-    assert torch.equal(together, model.generate(ids, attention_mask=mask, use_cache=False, **options))
-    for row, real, found in zip(ids, mask.bool(), together, strict=True):
-        assert torch.equal(model.generate(row[real][None], **options)[0, real.sum() :], found[10:])
-
-
-@every_variant
-@torch.no_grad()
-def test_beam_search_takes_each_beam_with_its_memory(variant):
-    model, ids = tiny_model(variant), random_ids(2, 10)
-    options = dict(max_new_tokens=9, num_beams=3, do_sample=False, eos_token_id=None)
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
-
-
-@every_variant
-@torch.no_grad()
-def test_assisted_decoding_and_prompt_lookup_equal_greedy(variant):
-    """Far beyond what the cache's log holds, with an assistant that is right only some of the time."""
-    model, assistant, ids = tiny_model(variant), tiny_model(variant), random_ids(1, 40)
-    for parameter in assistant.parameters():
-        parameter.add_(0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    options = dict(max_new_tokens=200, do_sample=False, eos_token_id=None)
-    greedy = model.generate(ids, **options)
-    assert torch.equal(model.generate(ids, assistant_model=assistant, **options), greedy)
-    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), greedy)
-
-
-@every_variant
-@torch.no_grad()
-def test_generation_goes_on_from_a_cache_of_tokens_it_is_not_given(variant):
-    """With a mask over everything read, the question alone suffices: the book is in the memory."""
-    model, book, question = tiny_model(variant), random_ids(1, 40), random_ids(1, 5, seed=1)
-    options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
-    expected = model.generate(torch.cat((book, question), dim=1), **options)[:, 40:]
-    cache = model(book, use_cache=True).past_key_values
-    mask = torch.ones(1, cache.get_seq_length() + question.shape[1])
-    assert torch.equal(model.generate(question, attention_mask=mask, past_key_values=cache, **options), expected)
-
-
-@every_variant
-@torch.no_grad()
-def test_a_compiled_decode_step_with_a_static_cache_is_one_graph(variant):
-    """Traced whole, with no Python number that depends on the data; equal to eager, over chunk and segment borders."""
-    model, ids = tiny_model(variant), random_ids(2, 16)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    expected = model(ids, attention_mask=mask, use_cache=False).logits
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    model(ids[:, :5], attention_mask=mask[:, :5], past_key_values=cache)
-    step = torch.compile(model.forward, backend="eager", fullgraph=True)
-    for place in range(5, 16):
-        logits = step(ids[:, place : place + 1], past_key_values=cache).logits
-        assert_close(logits, expected[:, place : place + 1], 1e-9)
 
 
 @every_variant

@@ -1,0 +1,256 @@
+"""Every way of generating equals reading the whole text again for every token."""
+
+from threading import Thread
+
+import pytest
+import torch
+from support import assert_close, chat_tokenizer, every_variant, random_ids, tiny_model
+from transformers import (
+    CompileConfig,
+    DynamicCache,
+    StaticCache,
+    TextIteratorStreamer,
+)
+
+from titans_hf import TitansCache
+from titans_hf.cache_titans import TitansCacheLayer
+
+GREEDY = dict(do_sample=False, eos_token_id=None)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def left_padded():
+    """Three prompts of 6, 10 and 3 tokens, padded on the left, and their mask."""
+    ids = random_ids(3, 10)
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[2, :7] = 0, 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+@every_variant
+def test_greedy_generation_with_and_without_cache_and_padding_agree(variant):
+    model, (ids, mask) = tiny_model(variant), left_padded()
+    options = dict(max_new_tokens=12, **GREEDY)
+    together = model.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(together, model.generate(ids, attention_mask=mask, use_cache=False, **options))
+    for row, real, found in zip(ids, mask.bool(), together, strict=True):
+        assert torch.equal(model.generate(row[real][None], **options)[0, real.sum() :], found[10:])
+
+
+@every_variant
+@pytest.mark.parametrize("sampled", [False, True])
+def test_sampling_and_its_returned_sequences_do_not_depend_on_the_cache(variant, sampled):
+    """Sampling, beam search and beam sampling, several sequences per prompt, with and without a cache."""
+    model, (ids, mask) = tiny_model(variant), left_padded()
+    found = {}
+    for beams in (1, 4):
+        if beams == 1 and not sampled:
+            continue
+        for use_cache in (True, False):
+            torch.manual_seed(3)
+            found[use_cache] = model.generate(
+                ids,
+                attention_mask=mask,
+                num_beams=beams,
+                num_return_sequences=2,
+                do_sample=sampled,
+                top_k=0 if sampled else None,
+                max_new_tokens=9,
+                eos_token_id=None,
+                use_cache=use_cache,
+            )
+        assert found[True].shape == (6, 19)
+        assert torch.equal(found[True], found[False])
+
+
+@every_variant
+def test_beam_search_takes_each_beam_with_its_memory(variant, monkeypatch):
+    """And this prompt tells: with memories that stay behind, the beams have other scores."""
+    model, ids = tiny_model(variant), random_ids(2, 10)
+    options = dict(max_new_tokens=12, num_beams=4, return_dict_in_generate=True, output_scores=True, **GREEDY)
+    expected = model.generate(ids, use_cache=False, **options)
+    for how in ({}, {"cache_implementation": "static", "disable_compile": True}):
+        found = model.generate(ids, **how, **options)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert_close(found.sequences_scores, expected.sequences_scores, 1e-5)
+    monkeypatch.setattr(TitansCacheLayer, "reorder_cache", lambda self, beam_idx: None)
+    left_behind = model.generate(ids, **options)
+    assert not torch.allclose(left_behind.sequences_scores, expected.sequences_scores, atol=1e-3)
+
+
+@every_variant
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+def test_a_prompt_read_in_chunks_is_the_same_prompt(variant, chunk):
+    model, (ids, mask) = tiny_model(variant), left_padded()
+    options = dict(attention_mask=mask, max_new_tokens=7, **GREEDY)
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, prefill_chunk_size=chunk, **options), expected)
+
+
+@every_variant
+def test_assisted_decoding_and_prompt_lookup_equal_greedy(variant):
+    """Far beyond what the cache's log holds, with an assistant that is right only some of the time."""
+    model, assistant, ids = tiny_model(variant), tiny_model(variant), random_ids(1, 40)
+    for parameter in assistant.parameters():
+        parameter.add_(0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    options = dict(max_new_tokens=200, **GREEDY)
+    greedy = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, assistant_model=assistant, **options), greedy)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), greedy)
+
+
+@every_variant
+def test_generation_goes_on_from_a_cache_of_tokens_it_is_not_given(variant):
+    """With a mask over everything read, the question alone suffices: the book is in the memory."""
+    model, book, question = tiny_model(variant), random_ids(1, 40), random_ids(1, 5, seed=1)
+    options = dict(max_new_tokens=6, **GREEDY)
+    expected = model.generate(torch.cat((book, question), dim=1), **options)[:, 40:]
+    cache = model(book, use_cache=True).past_key_values
+    mask = torch.ones(1, cache.get_seq_length() + question.shape[1])
+    assert torch.equal(model.generate(question, attention_mask=mask, past_key_values=cache, **options), expected)
+
+
+@every_variant
+@pytest.mark.parametrize("make_cache", [TitansCache, lambda config: DynamicCache(config=config)])
+def test_a_conversation_goes_on_with_the_cache_of_its_last_turn(variant, make_cache):
+    """Each turn adds several tokens to the whole conversation's ids; the cache has read the rest but for one token."""
+    model = tiny_model(variant)
+    options = dict(max_new_tokens=6, return_dict_in_generate=True, **GREEDY)
+    conversation, cache = random_ids(2, 7), make_cache(model.config)
+    for turn in range(3):
+        expected = model.generate(conversation, use_cache=False, **options).sequences
+        answer = model.generate(conversation, past_key_values=cache, **options)
+        assert torch.equal(answer.sequences, expected)
+        assert cache.get_seq_length() == expected.shape[1] - 1
+        conversation = torch.cat((expected, random_ids(2, 5, seed=turn)), dim=1)
+
+
+@every_variant
+def test_generation_from_embeddings_equals_generation_from_ids(variant):
+    model, (ids, mask) = tiny_model(variant), left_padded()
+    options = dict(attention_mask=mask, max_new_tokens=8, **GREEDY)
+    expected = model.generate(ids, **options)[:, 10:]
+    embeds = model.get_input_embeddings()(ids)
+    assert torch.equal(model.generate(inputs_embeds=embeds, **options), expected)
+    assert torch.equal(model.generate(inputs_embeds=embeds, use_cache=False, **options), expected)
+
+
+@every_variant
+def test_logits_are_kept_for_the_positions_asked_for(variant):
+    model, ids = tiny_model(variant), random_ids(2, 9)
+    whole = model(ids).logits
+    assert_close(model(ids, logits_to_keep=2).logits, whole[:, -2:], 1e-12)
+    places = torch.tensor([1, 4, 8])
+    assert_close(model(ids, logits_to_keep=places).logits, whole[:, places], 1e-12)
+    scores = model.generate(ids, max_new_tokens=3, output_logits=True, return_dict_in_generate=True, **GREEDY).logits
+    assert_close(scores[0], whole[:, -1].float(), 1e-5)
+
+
+@every_variant
+def test_a_streamer_and_a_stop_string_see_the_text_as_it_is_written(variant):
+    tokenizer = chat_tokenizer()
+    model = tiny_model(variant, torch.float32, vocab_size=len(tokenizer))
+    letters = tokenizer("abcdefghijklmnopqrstuvwxyz").input_ids
+    inputs = tokenizer("What is written is ", return_tensors="pt")
+    options = dict(max_new_tokens=16, prefix_allowed_tokens_fn=lambda row, ids: letters, **GREEDY)
+    whole = tokenizer.decode(model.generate(**inputs, **options)[0])
+    streamer = TextIteratorStreamer(tokenizer, timeout=60)
+    writer = Thread(target=model.generate, kwargs=dict(**inputs, streamer=streamer, **options))
+    writer.start()
+    assert "".join(streamer) == whole
+    writer.join()
+    stop = whole[-10:-8]
+    stopped = tokenizer.decode(model.generate(**inputs, stop_strings=[stop], tokenizer=tokenizer, **options)[0])
+    assert stopped == whole[: whole.index(stop, len("What is written is ")) + 2]
+
+
+@every_variant
+def test_a_chat_template_feeds_generate(variant):
+    tokenizer = chat_tokenizer()
+    model = tiny_model(variant, torch.float32, vocab_size=len(tokenizer))
+    chats = [[{"role": "user", "content": text}] for text in ("hello", "what is a memory?")]
+    inputs = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    assert (inputs.attention_mask == 0).any()
+    together = model.generate(**inputs, max_new_tokens=6, **GREEDY)
+    for chat, found in zip(chats, together, strict=True):
+        alone = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        assert torch.equal(model.generate(**alone, max_new_tokens=6, **GREEDY)[0, -6:], found[-6:])
+
+
+def compiled(backend: str) -> CompileConfig:
+    config = CompileConfig(fullgraph=True, dynamic=False, backend=backend, mode=None)
+    config._compile_all_devices = True  # generate compiles on accelerators only, unless told
+    return config
+
+
+def check_compiled_generation(variant: str, backend: str) -> None:
+    """Equal to the default cache, in one graph that is compiled once, whatever the length of the prompt."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny_model(variant, torch.float32)
+    options = dict(max_new_tokens=14, **GREEDY)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for ids in (random_ids(2, 8), random_ids(2, 13, seed=1)):
+            static = model.generate(ids, cache_implementation="static", compile_config=compiled(backend), **options)
+            assert torch.equal(static, model.generate(ids, **options))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+
+
+@every_variant
+def test_generate_compiles_the_decode_step_once(variant):
+    check_compiled_generation(variant, "eager")
+
+
+@pytest.mark.slow
+@every_variant
+def test_generate_compiles_the_decode_step_once_with_inductor(variant):
+    check_compiled_generation(variant, "inductor")
+
+
+@every_variant
+def test_generation_with_a_static_cache_equals_the_default(variant):
+    model, (ids, mask) = tiny_model(variant), left_padded()
+    options = dict(attention_mask=mask, max_new_tokens=9, disable_compile=True, **GREEDY)
+    static = model.generate(ids, cache_implementation="static", **options)
+    assert torch.equal(static, model.generate(ids, **options))
+
+
+@every_variant
+def test_a_compiled_decode_step_with_a_static_cache_is_one_graph(variant):
+    """Traced whole, with no Python number that depends on the data; equal to eager, over chunk and segment borders."""
+    model, ids = tiny_model(variant), random_ids(2, 16)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    model(ids[:, :5], attention_mask=mask[:, :5], past_key_values=cache)
+    step = torch.compile(model.forward, backend="eager", fullgraph=True)
+    for place in range(5, 16):
+        logits = step(ids[:, place : place + 1], past_key_values=cache).logits
+        assert_close(logits, expected[:, place : place + 1], 1e-9)
+
+
+@every_variant
+def test_what_cannot_hold_a_memory_is_refused_at_once(variant):
+    model, ids = tiny_model(variant, torch.float32), random_ids(2, 8)
+    for refused, message in (
+        (dict(cache_implementation="quantized"), "cache_implementation='quantized'"),
+        (dict(cache_implementation="offloaded"), "cache_implementation='offloaded'"),
+        (dict(past_key_values=DynamicCache()), "past_key_values"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(ids, max_new_tokens=3, **refused)
+    with pytest.raises(ValueError, match="past_key_values"):
+        model(ids, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="continuous batching"):
+        model.generate_batch([[1, 2, 3], [4, 5]])
+    with pytest.raises(ValueError, match="static Titans cache cannot be cropped|assisted"):
+        model.generate(ids[:1], assistant_model=model, cache_implementation="static", max_new_tokens=3)
