@@ -43,6 +43,17 @@ def test_greedy_generation_with_and_without_cache_and_padding_agree(variant):
 
 
 @every_variant
+def test_generation_goes_on_from_a_right_padded_prompt(variant):
+    """A row's first new token follows its last real one, wherever its padding stands."""
+    model, (ids, mask) = tiny_model(variant), left_padded()
+    options = dict(max_new_tokens=8, **GREEDY)
+    expected = model.generate(ids, attention_mask=mask, **options)[:, 10:]
+    rows = [torch.cat((row[real], row[~real])) for row, real in zip(ids, mask.bool(), strict=True)]
+    right = model.generate(torch.stack(rows), attention_mask=mask.flip(1), **options)[:, 10:]
+    assert torch.equal(right, expected)
+
+
+@every_variant
 @pytest.mark.parametrize("sampled", [False, True])
 def test_sampling_and_its_returned_sequences_do_not_depend_on_the_cache(variant, sampled):
     """Sampling, beam search and beam sampling, several sequences per prompt, with and without a cache."""
@@ -102,6 +113,7 @@ def test_assisted_decoding_and_prompt_lookup_equal_greedy(variant):
     greedy = model.generate(ids, **options)
     assert torch.equal(model.generate(ids, assistant_model=assistant, **options), greedy)
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), greedy)
+    assert torch.equal(model.generate(ids, assistant_early_exit=1, **options), greedy)
 
 
 @every_variant

@@ -146,6 +146,20 @@ def test_flash_attention_gets_a_window_and_a_left_padding_mask(variant, monkeypa
 
 
 @every_variant
+@pytest.mark.parametrize("padded", [False, True])
+def test_gradients_can_be_asked_for_at_the_returned_states_and_maps(variant, padded):
+    model, ids = tiny_model(variant, attn_implementation="eager").train(), random_ids(2, 11)
+    mask = torch.ones_like(ids)
+    mask[0, 7 if padded else 11 :] = 0
+    outputs = model(ids, attention_mask=mask, output_hidden_states=True, output_attentions=variant in ("mag", "mal"))
+    returned = [*outputs.hidden_states[:-1], *(outputs.attentions or ())]
+    for x in returned:
+        x.retain_grad()
+    outputs.logits.square().sum().backward()
+    assert all(x.grad.abs().sum() > 0 for x in returned)
+
+
+@every_variant
 def test_autocast_leaves_the_memory_in_its_own_precision(variant):
     model, ids = tiny_model(variant, torch.float32), random_ids(2, 40)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache_titans import LayerCarry, TitansCacheLayer
 from .configuration_titans import TitansConfig
-from .memory_ops import on_host, state_dtype
+from .memory_ops import PackedRows, on_host, state_dtype
 from .neural_memory import last_tokens
 
 
@@ -31,6 +31,7 @@ class Rows:
         spare: tokens that tails keep beyond what the next token needs (for `crop`).
         fresh: which rows have read nothing: True, False, or [B] where rows differ.
         reach: the most tokens that any row has read before.
+        packed: where the tokens of the pass stood in the input, if not side by side.
     """
 
     seen: Tensor
@@ -40,16 +41,23 @@ class Rows:
     spare: int = 0
     fresh: bool | Tensor = True
     reach: int = 0
+    packed: PackedRows | None = None
     _shared: dict = field(default_factory=dict)
 
     @classmethod
-    def of(cls, x: Tensor, lengths: Tensor | None, cache_layer: TitansCacheLayer | None) -> "Rows":
+    def of(
+        cls,
+        x: Tensor,
+        lengths: Tensor | None,
+        cache_layer: TitansCacheLayer | None,
+        packed: PackedRows | None = None,
+    ) -> "Rows":
         """The rows of `x` [B, T, hidden], given the cache of any layer: all layers have read the same tokens."""
         B, width = x.shape[:2]
         unread = torch.zeros(B, dtype=torch.long, device=x.device)
         if cache_layer is None:
-            return cls(unread, None, width)
-        kept = {"keep": True, "spare": cache_layer.spare}
+            return cls(unread, None, width, packed=packed)
+        kept = {"keep": True, "spare": cache_layer.spare, "packed": packed}
         if cache_layer.seen is None:
             return cls(unread, lengths, width, **kept)
         seen = cache_layer.seen.clone()  # a static cache counts in place, layer by layer
@@ -97,8 +105,9 @@ class TitansRotaryEmbedding(nn.Module):
         super().__init__()
         self.config = config
         self.rope_type = config.rope_parameters["rope_type"]
-        make = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
-        inv_freq, self.attention_scaling = make(config)
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        self.rope_init_fn = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
+        inv_freq, self.attention_scaling = self.rope_init_fn(config)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
@@ -111,6 +120,7 @@ class TitansRotaryEmbedding(nn.Module):
         return self.at(x, positions)
 
     @torch.no_grad()
+    @dynamic_rope_update
     def at(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [..., T, 1, D] for positions [..., T], in the dtype and on the device of `x`.
 
@@ -129,15 +139,30 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """Attention written out, with its weights: [B, H, T, D] as in transformers; the mask is True where visible."""
+def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, packed=None, **kwargs):
+    """Attention written out, with its weights: [B, H, T, D] as in transformers; the mask is True where visible.
+
+    With `packed`, the weights are returned by input column, and the output is computed from them as they are returned:
+    a gradient that is asked for at the returned map is there.
+    """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = query @ key.mT * scaling
     scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1, dtype=state_dtype(scores.dtype)).to(query.dtype)
     weights = F.dropout(weights, p=dropout, training=module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
+    shown = weights
+    if packed is not None:
+        shown = _by_column(weights, packed.width, packed.unpack)
+        weights = _by_column(shown, packed.mask.shape[1], packed.pack)
+    return (weights @ value).transpose(1, 2).contiguous(), shown
+
+
+def _by_column(weights: Tensor, new_keys: int, move: Callable[[Tensor], Tensor]) -> Tensor:
+    """`move` the queries of a map [B, H, T, K], and the last `new_keys` of its keys, between rows and input columns."""
+    weights = move(weights.transpose(1, 2)).transpose(1, 2)
+    before, new = weights[..., :-new_keys], weights[..., -new_keys:]
+    return torch.cat((before, move(new.movedim(-1, 1)).movedim(1, -1)), dim=-1)
 
 
 def _flex_mask(mask: Tensor):
@@ -226,19 +251,20 @@ class SlidingAttention(TitansAttention):
         if self.config._attn_implementation == "flash_attention_2":
             out, weights = self._flash(q, k, v, past, rows, rotary)
         elif output_attentions or x.shape[1] <= self.config.sliding_window:
-            out, weights = self._dense(q, k, v, prefix, past, rows, rotary)
+            shown = {"packed": rows.packed} if output_attentions and rows.packed is not None else {}
+            out, weights = self._dense(q, k, v, prefix, past, rows, rotary, **shown)
         else:
             out, weights = self._blocks(q, k, v, prefix, past, rows, rotary)
         return self.o_proj(out), weights if output_attentions else None, window
 
-    def _dense(self, q, k, v, prefix, past, rows, rotary):
+    def _dense(self, q, k, v, prefix, past, rows, rotary, **kwargs):
         """All queries over all keys in sight of this pass."""
         K = k.shape[1]
         positions = torch.arange(K, device=q.device)
         turn = rows.shared("dense rotation", lambda: rotary.at(q, positions))
         mask = rows.shared("dense mask", lambda: self._window_mask(positions[past:], positions, past, rows))
         q, k = self._lay_out(q, k, (turn[0][past:], turn[1][past:]), turn, prefix)
-        return self.attend(q, k, self._with_prefix(v, prefix), self._see_prefix(mask, prefix))
+        return self.attend(q, k, self._with_prefix(v, prefix), self._see_prefix(mask, prefix), **kwargs)
 
     def _blocks(self, q, k, v, prefix, past, rows, rotary):
         """Queries in blocks of W, each over its own and the block before it: linear in T, and positions below 2 W."""

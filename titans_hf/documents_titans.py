@@ -76,7 +76,7 @@ class Documents:
         """[B, T, ...] to the real tokens side by side, [1, N, ...]."""
         return x.flatten(0, 1)[self.real][None]
 
-    def unpack(self, x: Tensor) -> Tensor:
+    def spread(self, x: Tensor) -> Tensor:
         """[1, N, ...] back to [B, T, ...]; zeros at padding."""
         B, T = self.shape
         empty = x.new_zeros(B * T, *x.shape[2:])

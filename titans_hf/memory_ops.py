@@ -78,20 +78,30 @@ class PackedRows:
         longest = on_host(self.lengths.max()[None])
         self.width = mask.shape[1] if longest is None else max(1, longest[0])
         self.order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, : self.width]
-        self.rank = (mask.cumsum(1) - 1).clamp(min=0, max=self.width - 1)
+        read = mask.cumsum(1)  # [B, T] real tokens up to each column
+        self.started = read > 0
+        self.rank = (read - 1).clamp(min=0, max=self.width - 1)
         self.valid = torch.arange(self.width, device=mask.device) < self.lengths[:, None]  # [B, width]
 
     def pack(self, x: Tensor) -> Tensor:
         """[B, T, ...] to [B, width, ...]; zeros behind each row's last real token, whatever the padding held."""
-        return torch.where(self._like(self.valid, x), take(x, self.order), x.new_zeros(()))
+        return torch.where(self._like(self.valid, x), self._take(x, self.order), x.new_zeros(()))
 
     def unpack(self, x: Tensor) -> Tensor:
         """[B, width, ...] back to [B, T, ...]; zeros at padding."""
-        return torch.where(self._like(self.mask, x), take(x, self.rank), x.new_zeros(()))
+        return torch.where(self._like(self.mask, x), self._take(x, self.rank), x.new_zeros(()))
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[B, width, ...] back to [B, T, ...]; padding repeats the row's last token, zeros before its first."""
+        return torch.where(self._like(self.started, x), self._take(x, self.rank), x.new_zeros(()))
+
+    @staticmethod
+    def _take(x: Tensor, index: Tensor) -> Tensor:
+        return take(x, index.to(x.device))
 
     @staticmethod
     def _like(flags: Tensor, x: Tensor) -> Tensor:
-        return flags.view(*flags.shape, *[1] * (x.dim() - 2))
+        return flags.view(*flags.shape, *[1] * (x.dim() - 2)).to(x.device)
 
 
 class GridCut:

@@ -257,7 +257,8 @@ class MemoryAsContext(nn.Module):
 
         attention = None
         if parts[0].attention is not None:
-            attention = join(lambda part: part.attention.transpose(1, 2)).transpose(1, 2)
+            attention = join(lambda part: part.attention.transpose(1, 2))  # [B, T, H, columns]
+            attention = (attention if rows.packed is None else rows.packed.unpack(attention)).transpose(1, 2)
         written = None
         if rows.keep:
             written = Written(

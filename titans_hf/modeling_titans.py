@@ -17,7 +17,8 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import can_return_tuple
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
 
 try:  # transformers 5.16 and later
     from transformers.modeling_utils import slice_logits_to_keep
@@ -107,6 +108,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
+    _can_compile_fullgraph = True
     _keep_in_fp32_modules_strict = ["memory.start"]
 
     @torch.no_grad()
@@ -179,12 +181,13 @@ class TitansModel(TitansPreTrainedModel):
         memory_read_only: bool = False,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """Read tokens.
 
         Args:
-            attention_mask: [B, T] or [B, past + T], 0 at padding, in any pattern. Padding is skipped.
+            attention_mask: [B, T] or [B, past + T], 0 at padding, in any pattern. Padding is skipped: it shows the
+                hidden state of the row's last token before it, so generation goes on from a right-padded prompt too.
             position_ids: a token's place is its rank among its document's real tokens, whatever is given here. Where
                 positions start again, a packed document starts: it gets a memory of its own. `seq_idx` and
                 `cu_seq_lens_q`, as collators make them, say the same. Packed documents leave no cache.
@@ -227,11 +230,15 @@ class TitansModel(TitansPreTrainedModel):
             passes = self._passes(embeds, mask, cache, whole=output_attentions)
         else:
             passes = [(documents.pack(embeds), documents, documents)]
-        found = [self._run(*one, cache, output_hidden_states, **options) for one in passes]
+        found = [
+            self._run(*one, cache, output_hidden_states, **options) for one in passes
+        ]  # each goes on from the last
         if cache is not None:
             for layer in cache.layers:
                 layer.advance(mask, embeds.shape[1])
-        states = [_join_passes(parts, mask) for parts in zip(*(states for states, _ in found), strict=True)]
+        states = found[0][0]
+        for later, _, packed in found[1:]:
+            states = [_join_passes(*pair, packed) for pair in zip(states, later, strict=True)]
         states[-1] = self.norm(states[-1])
         return BaseModelOutputWithPast(
             last_hidden_state=states[-1],
@@ -244,25 +251,18 @@ class TitansModel(TitansPreTrainedModel):
         self, x: Tensor, rows: Rows | Documents, packed: PackedRows | Documents | None, cache, all_states, **options
     ):
         """One pass through the layers: the hidden states between them and the attention maps, by input column."""
-        unpack = (lambda x: x) if packed is None else packed.unpack
-        states, attentions = [unpack(x)] if all_states else [], []
-        for layer in self.layers:
-            x, attention = layer(x, rows=rows, rotary=self.rotary_emb, past_key_values=cache, **options)
-            if all_states or layer is self.layers[-1]:
-                states.append(unpack(x))
-            if attention is not None:
-                attentions.append(self._unpack_attention(attention, packed))
-        return states, attentions
-
-    def _unpack_attention(self, weights: Tensor, packed: PackedRows | None) -> Tensor:
-        if packed is None:
-            return weights
-        weights = packed.unpack(weights.transpose(1, 2)).transpose(1, 2)  # queries back in place
-        if self.config.variant == "mac":
-            return weights
-        before, new = weights[..., : -packed.width], weights[..., -packed.width :]
-        new = packed.unpack(new.movedim(-1, 1)).movedim(1, -1)
-        return torch.cat((before, new), dim=-1)
+        states, attentions = [], []
+        layers = self.layers[: self.config.num_hidden_layers]  # generate's early exit lowers the number
+        for index in range(len(layers) + 1):
+            if index:
+                x, attention = layers[index - 1](x, rows=rows, rotary=self.rotary_emb, past_key_values=cache, **options)
+                if attention is not None:
+                    attentions.append(attention)
+            if all_states or index == len(layers):
+                states.append(x if packed is None else packed.spread(x))
+                if packed is not None:  # go on from what is returned, so that gradients reach it
+                    x = packed.pack(states[-1])
+        return states, attentions, packed
 
     def _passes(self, embeds: Tensor, mask: Tensor | None, cache: Cache | None, whole: bool):
         """The tokens as one pass, or as two when a long input fills a croppable cache.
@@ -270,7 +270,7 @@ class TitansModel(TitansPreTrainedModel):
         The cache can go back `REWIND` tokens: these are read in a pass of their own, from a state that it keeps.
         """
         layer = None if cache is None else cache.layers[0]
-        croppable = layer is not None and layer.is_croppable and not whole
+        croppable = layer is not None and layer.is_croppable and not whole and not torch.compiler.is_compiling()
         if mask is None:
             T, last = embeds.shape[1], 0
             if croppable and T > LOG_LIMIT:
@@ -289,7 +289,7 @@ class TitansModel(TitansPreTrainedModel):
         for part in parts:
             packed = PackedRows(part)
             x = packed.pack(embeds)
-            yield x, Rows.of(x, packed.lengths, layer), packed
+            yield x, Rows.of(x, packed.lengths, layer, packed), packed
 
     def _open_cache(self, cache: Cache | None, use_cache: bool | None, batch_size: int) -> Cache | None:
         checkpointing = self.gradient_checkpointing and self.training
@@ -307,13 +307,12 @@ class TitansModel(TitansPreTrainedModel):
         if attention_mask is None:
             return None
         (B, T), compiling = shape, torch.compiler.is_compiling()
-        lengths = {T} if compiling else {T, T + int(0 if cache is None else cache.get_seq_length())}
+        past = 0 if cache is None or compiling else int(cache.get_seq_length())
         fits = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and attention_mask.shape[0] == B
-        if not fits or (not compiling and attention_mask.shape[1] not in lengths):
+        if not fits or (not compiling and attention_mask.shape[1] not in (T, past + T)):
             got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-            raise ValueError(
-                f"`attention_mask` must be [{B}, {' or '.join(map(str, sorted(lengths)))}] (batch, tokens), got {got}"
-            )
+            lengths = f"{T} or {past + T}" if past else T
+            raise ValueError(f"`attention_mask` must be [{B}, {lengths}] (batch, tokens), got {got}")
         mask = attention_mask[:, -T:].bool()
         return mask if compiling or not bool(mask.all()) else None
 
@@ -340,11 +339,11 @@ class TitansModel(TitansPreTrainedModel):
             )
 
 
-def _join_passes(parts: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
-    """Hidden states of the passes as one: side by side without padding, added up where each fills its own columns."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts, dim=1) if mask is None else sum(parts)
+def _join_passes(first: Tensor, second: Tensor, packed: PackedRows | None) -> Tensor:
+    """Hidden states of two passes as one: side by side without padding; with it, the second where it has begun."""
+    if packed is None:
+        return torch.cat((first, second), dim=1)
+    return torch.where(packed.started[..., None].to(first.device), second, first)
 
 
 class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
@@ -372,7 +371,7 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         memory_read_only: bool = False,
         logits_to_keep: int | Tensor = 0,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Next-token logits, and the loss against `labels` (-100 is ignored). Other arguments as in `TitansModel`."""
         outputs: BaseModelOutputWithPast = self.model(
