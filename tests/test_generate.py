@@ -49,8 +49,10 @@ def test_generation_goes_on_from_a_right_padded_prompt(variant):
     options = dict(max_new_tokens=8, **GREEDY)
     expected = model.generate(ids, attention_mask=mask, **options)[:, 10:]
     rows = [torch.cat((row[real], row[~real])) for row, real in zip(ids, mask.bool(), strict=True)]
-    right = model.generate(torch.stack(rows), attention_mask=mask.flip(1), **options)[:, 10:]
-    assert torch.equal(right, expected)
+    prompt = dict(input_ids=torch.stack(rows), attention_mask=mask.flip(1))
+    for how in ({}, dict(use_cache=False), dict(prefill_chunk_size=3), dict(cache_implementation="static")):
+        found = model.generate(**prompt, **how, disable_compile=True, **options)[:, 10:]
+        assert torch.equal(found, expected), how
 
 
 @every_variant

@@ -30,7 +30,7 @@ class Rows:
         keep: whether a cache takes over the state after this pass.
         spare: tokens that tails keep beyond what the next token needs (for `crop`).
         fresh: which rows have read nothing: True, False, or [B] where rows differ.
-        reach: the most tokens that any row has read before.
+        reach: the most tokens that any row may have read before.
         packed: where the tokens of the pass stood in the input, if not side by side.
     """
 
@@ -65,7 +65,7 @@ class Rows:
         if counts is None:
             return cls(seen, lengths, width, **kept, fresh=False, reach=2**31)
         fresh = seen == 0 if 0 in counts and any(counts) else not any(counts)
-        return cls(seen, lengths, width, **kept, fresh=fresh, reach=max(counts))
+        return cls(seen, lengths, width, **kept, fresh=fresh, reach=max(*counts, int(cache_layer.columns)))
 
     @property
     def batch_size(self) -> int:

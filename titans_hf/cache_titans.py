@@ -51,7 +51,8 @@ class LayerCarry:
 
     Attributes:
         memory: weights, momentum and the open chunk, always with its open-chunk fields.
-        tails: right-aligned [B, N, ...]: inputs of the convolution, keys and values of the window or the segment.
+        tails: right-aligned [B, N, ...]: inputs of the convolution, keys and values of the window or the segment, and
+            in the last layer the model's outputs.
         fixed: tensors that no token changes (MAL's attention prefix).
         segment_weights: MAC's memory at the start of the open segment.
     """
@@ -69,6 +70,11 @@ class LayerCarry:
             {name: fn(x) for name, x in self.fixed.items()},
             None if segment is None else tuple(map(fn, segment)),
         )
+
+    def without(self, name: str) -> "LayerCarry":
+        """The same carry without one of its tails."""
+        tails = {key: tail for key, tail in self.tails.items() if key != name}
+        return LayerCarry(self.memory, tails, self.fixed, self.segment_weights)
 
     def tensors(self) -> list[Tensor]:
         return [*self.memory.tensors(), *self.tails.values(), *self.fixed.values(), *(self.segment_weights or ())]
@@ -311,6 +317,11 @@ class TitansCacheLayer(CacheLayerMixin):
         if self.carry is None:
             raise AttributeError("the cache is empty")
         return self.carry.memory.weights[0].shape[0]
+
+    def without(self, name: str) -> "LayerCarry":
+        """The same carry without one of its tails."""
+        tails = {key: tail for key, tail in self.tails.items() if key != name}
+        return LayerCarry(self.memory, tails, self.fixed, self.segment_weights)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor the layer keeps."""

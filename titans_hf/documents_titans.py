@@ -76,7 +76,7 @@ class Documents:
         """[B, T, ...] to the real tokens side by side, [1, N, ...]."""
         return x.flatten(0, 1)[self.real][None]
 
-    def spread(self, x: Tensor) -> Tensor:
+    def spread(self, x: Tensor, before: None = None) -> Tensor:
         """[1, N, ...] back to [B, T, ...]; zeros at padding."""
         B, T = self.shape
         empty = x.new_zeros(B * T, *x.shape[2:])
@@ -103,7 +103,8 @@ def find_documents(
 
     Args:
         mask: [B, T] bool, True at real tokens; None means all.
-        position_ids: [B or 1, T]; a document starts where they do not go on from the real token before.
+        position_ids: [B or 1, T]; a document starts where they do not go on from the real token before. Among padding
+            they must start at 0 to count: behind a right-padded prompt, `generate` makes positions up.
         seq_idx: [B or 1, T] the document each token belongs to.
         cu_seq_lens: where documents start and the last one ends, counted through [B, T].
     """
@@ -114,7 +115,8 @@ def find_documents(
     starts = row_starts.clone()
     if position_ids is not None:
         positions = _per_token("position_ids", position_ids, shape)[real]
-        starts[1:] |= positions[1:] <= positions[:-1]
+        back = positions[1:] <= positions[:-1]
+        starts[1:] |= back if mask is None else back & (positions[1:] == 0)
     if seq_idx is not None:
         document = _per_token("seq_idx", seq_idx, shape)[real]
         starts[1:] |= document[1:] != document[:-1]

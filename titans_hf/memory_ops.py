@@ -91,9 +91,10 @@ class PackedRows:
         """[B, width, ...] back to [B, T, ...]; zeros at padding."""
         return torch.where(self._like(self.mask, x), self._take(x, self.rank), x.new_zeros(()))
 
-    def spread(self, x: Tensor) -> Tensor:
-        """[B, width, ...] back to [B, T, ...]; padding repeats the row's last token, zeros before its first."""
-        return torch.where(self._like(self.started, x), self._take(x, self.rank), x.new_zeros(()))
+    def spread(self, x: Tensor, before: Tensor | None = None) -> Tensor:
+        """[B, width, ...] back to [B, T, ...]; padding repeats the row's last token, or `before` [B, ...] its first."""
+        before = x.new_zeros(()) if before is None else before[:, None]
+        return torch.where(self._like(self.started, x), self._take(x, self.rank), before)
 
     @staticmethod
     def _take(x: Tensor, index: Tensor) -> Tensor:

@@ -31,12 +31,14 @@ except ImportError:
 
 
 from .attention_titans import Rows, SegmentAttention, TitansRotaryEmbedding
-from .cache_titans import LOG_LIMIT, REWIND, Step, TitansCache, check_cache
+from .cache_titans import LOG_LIMIT, REWIND, Step, TitansCache, TitansCacheLayer, check_cache
 from .configuration_titans import TitansConfig
 from .documents_titans import Documents, find_documents
 from .memory_ops import PackedRows
-from .mixers_titans import MIXERS, BranchNorm, MemoryAsContext
-from .neural_memory import CausalConv, MemoryStart, TitansRMSNorm, WriteGates
+from .mixers_titans import MIXERS, BranchNorm, MemoryAsContext, Mixed
+from .neural_memory import CausalConv, MemoryStart, TitansRMSNorm, WriteGates, last_tokens
+
+OUTPUT = "output"  # the tail of a cache's last layer that keeps the model's last outputs
 
 
 class TitansMLP(nn.Module):
@@ -58,7 +60,7 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__()
-        self.layer_idx = layer_idx
+        self.layer_idx, self.is_last = layer_idx, layer_idx == config.num_hidden_layers - 1
         self.persistent = None
         if config.num_persistent_tokens:
             self.persistent = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
@@ -79,23 +81,30 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         rows = rows.on(hidden_states.device)
         normed = self.input_layernorm(hidden_states)
         persistent = None if self.persistent is None else self.input_layernorm(self.persistent)
+        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         if isinstance(rows, Documents):
-            attention = None
-            out = rows.apart(normed, lambda x, own: self.mixer(x, persistent, own, None, rotary, read_only).out)
+            mixed = Mixed(
+                rows.apart(normed, lambda x, own: self.mixer(x, persistent, own, None, rotary, read_only).out)
+            )
         else:
-            layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-            out, attention = self._mix(normed, persistent, rows, layer, rotary, read_only, output_attentions)
-        hidden_states = hidden_states + out
+            past = None if layer is None or layer.carry is None else layer.carry.without(OUTPUT)
+            mixed = self.mixer(normed, persistent, rows, past, rotary, read_only, output_attentions)
+        hidden_states = hidden_states + mixed.out
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        return hidden_states, attention
-
-    def _mix(self, x, persistent, rows: Rows, cache_layer, rotary, read_only, output_attentions):
-        past = None if cache_layer is None else cache_layer.carry
-        mixed = self.mixer(x, persistent, rows, past, rotary, read_only, output_attentions)
-        if cache_layer is not None:
+        if layer is not None:
+            if self.is_last:
+                mixed.carry.tails[OUTPUT] = self._outputs(layer, hidden_states, rows)
             step = Step(rows.seen, rows.lengths, rows.width, rows.fresh, mixed.before, mixed.written, read_only)
-            cache_layer.store(step, mixed.carry)
-        return mixed.out, mixed.attention
+            layer.store(step, mixed.carry)
+        return hidden_states, mixed.attention
+
+    def _outputs(self, layer: TitansCacheLayer, hidden_states: Tensor, rows: Rows) -> Tensor:
+        """The last tokens' outputs: what the model says of a row whose next columns are padding."""
+        if layer.carry is None:
+            past = hidden_states.new_zeros(rows.batch_size, 1 + rows.spare, hidden_states.shape[-1])
+        else:
+            past = layer.carry.tails[OUTPUT]
+        return last_tokens(torch.cat((past, hidden_states), dim=1), rows.lengths, past.shape[1])
 
 
 class TitansPreTrainedModel(PreTrainedModel):
@@ -252,6 +261,7 @@ class TitansModel(TitansPreTrainedModel):
     ):
         """One pass through the layers: the hidden states between them and the attention maps, by input column."""
         states, attentions = [], []
+        before = None if cache is None or packed is None else _last_output(cache)
         layers = self.layers[: self.config.num_hidden_layers]  # generate's early exit lowers the number
         for index in range(len(layers) + 1):
             if index:
@@ -259,7 +269,7 @@ class TitansModel(TitansPreTrainedModel):
                 if attention is not None:
                     attentions.append(attention)
             if all_states or index == len(layers):
-                states.append(x if packed is None else packed.spread(x))
+                states.append(x if packed is None else packed.spread(x, before if index == len(layers) else None))
                 if packed is not None:  # go on from what is returned, so that gradients reach it
                     x = packed.pack(states[-1])
         return states, attentions, packed
@@ -337,6 +347,15 @@ class TitansModel(TitansPreTrainedModel):
                 f"`attn_implementation={implementation!r}` cannot express this model's mask: it works for mag and mal "
                 "with `num_persistent_tokens=0`. Use 'sdpa', 'eager' or 'flex_attention'."
             )
+
+
+def _last_output(cache: Cache) -> Tensor | None:
+    """[B, hidden] the output of each row's last token, zeros where it has read none."""
+    layer = cache.layers[-1]
+    if layer.carry is None or OUTPUT not in layer.carry.tails:
+        return None
+    last = layer.carry.tails[OUTPUT][:, -1]
+    return last.masked_fill((layer.seen == 0)[:, None], 0.0)
 
 
 def _join_passes(first: Tensor, second: Tensor, packed: PackedRows | None) -> Tensor:
