@@ -107,6 +107,11 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         return last_tokens(torch.cat((past, hidden_states), dim=1), rows.lengths, past.shape[1])
 
 
+def _is_fresh(parameter: Tensor) -> bool:
+    """Whether a parameter has not been loaded. A loaded one may be quantised, and then its neighbours too."""
+    return not getattr(parameter, "_is_hf_initialized", False)
+
+
 class TitansPreTrainedModel(PreTrainedModel):
     config: TitansConfig
     config_class = TitansConfig
@@ -130,9 +135,11 @@ class TitansPreTrainedModel(PreTrainedModel):
             bound = module.weight.shape[1] ** -0.5
             init.uniform_(module.weight, -bound, bound)
         elif isinstance(module, SegmentAttention):
-            init.copy_(module.k_proj.weight, module.keys_like_queries())
+            if _is_fresh(module.k_proj.weight):
+                init.copy_(module.k_proj.weight, module.keys_like_queries())
         elif isinstance(module, MemoryAsContext):
-            init.copy_(module.memory.k_proj.weight, module.memory.q_proj.weight)
+            if _is_fresh(module.memory.k_proj.weight):
+                init.copy_(module.memory.k_proj.weight, module.memory.q_proj.weight)
         elif isinstance(module, BranchNorm):
             init.constant_(module.weight, self.config.hidden_size * self.config.initializer_range**2)
         elif isinstance(module, MemoryStart):
@@ -330,11 +337,12 @@ class TitansModel(TitansPreTrainedModel):
         marks = {"seq_idx": kwargs.get("seq_idx"), "cu_seq_lens": kwargs.get("cu_seq_lens_q")}
         if given.shape[1] == 1 or (position_ids is None and all(mark is None for mark in marks.values())):
             return None
-        if torch.compiler.is_exporting():
-            if position_ids is not None:  # how many documents there are is not known while exporting
-                torch._assert_async(
-                    (position_ids.diff(dim=-1) >= 0).all(), "an exported Titans model cannot read packed documents"
-                )
+        if torch.compiler.is_exporting():  # how many documents there are is not known here
+            refusal = "an exported Titans model cannot read packed documents: give every document a row of its own"
+            if position_ids is None:
+                raise ValueError(refusal)
+            if mask is None:
+                torch._assert_async((position_ids.diff(dim=-1) > 0).all(), refusal)
             return None
         return find_documents(given.shape[:2], mask, given.device, position_ids, **marks)
 
