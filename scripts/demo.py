@@ -25,6 +25,10 @@ from transformers.utils.logging import disable_progress_bar
 from titans_hf import TitansConfig, TitansForCausalLM
 
 END, PAD = "<|end|>", "<|pad|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 VOCAB_SIZE = 1024
 BATCH_SIZE = 8
 ROW_LENGTH = 128
@@ -103,6 +107,8 @@ def train_tokenizer(text: str) -> PreTrainedTokenizerFast:
         bos_token=END,
         eos_token=END,
         pad_token=PAD,
+        padding_side="left",
+        chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
 

@@ -143,6 +143,15 @@ def test_a_training_step_compiled_with_inductor_equals_eager(variant):
     torch._dynamo.reset()
 
 
+def test_a_replica_of_data_parallel_makes_no_cache_unless_told():
+    """`nn.DataParallel`, which Trainer uses on several GPUs of one process, cannot gather caches."""
+    model, ids = tiny_model("lmm"), random_ids(1, 5)
+    assert model(ids).past_key_values is not None
+    model.model._is_replica = True  # as torch.nn.parallel.replicate marks its copies
+    assert model(ids).past_key_values is None
+    assert model(ids, use_cache=True).past_key_values is not None
+
+
 @every_variant
 def test_truncated_back_propagation_goes_through_a_carried_cache(variant):
     """Two forwards and one backward give the gradients of one forward; a detached cache cuts them off."""

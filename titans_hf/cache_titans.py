@@ -429,7 +429,8 @@ class TitansStaticCacheLayer(TitansCacheLayer):
         seen = step.seen_after()
         if self.carry is None:
             self.carry, self.seen = carry.map(Tensor.clone), seen
-            for x in self.tensors():
+            self.columns = self.columns.to(seen.device)
+            for x in (*self.tensors(), self.columns):
                 torch._dynamo.mark_static_address(x)
             return
         for old, new in zip(self.carry.tensors(), carry.tensors(), strict=True):
