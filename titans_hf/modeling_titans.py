@@ -425,8 +425,13 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(attention_mask, inputs_embeds, **kwargs) -> Tensor | None:
-        """For a static cache `generate` prepares masks ahead; a Titans model needs just the new tokens' padding."""
-        return None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+        """For a static cache `generate` prepares masks ahead; a Titans model needs just the new tokens' padding.
+
+        A copy: the strides of a slice change with every token, and a compiled step would be compiled again.
+        """
+        if attention_mask is None:
+            return None
+        return attention_mask[:, -inputs_embeds.shape[1] :].clone(memory_format=torch.contiguous_format)
 
     def init_continuous_batching(self, *args, **kwargs):
         raise ValueError(
