@@ -212,17 +212,10 @@ class TitansModel(TitansPreTrainedModel):
             memory_read_only: answer from the memory without writing into it. Attention and convolutions still move on.
             output_attentions: with `attn_implementation="eager"`, return maps [B, H, T, columns]. The columns are
                 [persistent | past tokens in the window | T] in mag and mal, and [persistent | retrieved | segment], the
-                latter two by slot in the token's own segment, in mac. lmm has none.
+                latter two by slot in the token's own segment, in mac, where no gradient reaches them. lmm has none.
         """
         self._check_attention()
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("pass exactly one of `input_ids` and `inputs_embeds`")
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        name, width = ("input_ids", ()) if inputs_embeds is None else ("inputs_embeds", (self.config.hidden_size,))
-        if given.dim() != 2 + len(width) or 0 in given.shape or given.shape[2:] != width:
-            raise ValueError(
-                f"`{name}` must be {['batch >= 1', 'tokens >= 1', *width]}, got shape {tuple(given.shape)}"
-            )
+        given = self._check_input(input_ids, inputs_embeds)
         output_attentions = self.config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = (
             self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -230,25 +223,14 @@ class TitansModel(TitansPreTrainedModel):
         cache = self._open_cache(past_key_values, use_cache, given.shape[0])
         mask = self._new_token_mask(attention_mask, given.shape[:2], cache)
         documents = self._find_documents(given, mask, position_ids, kwargs)
-        if documents is not None:
-            if past_key_values is not None or use_cache:
-                raise ValueError(
-                    "packed documents leave no cache: pass `use_cache=False` and no `past_key_values`, or give every "
-                    "document a row of its own"
-                )
-            if output_attentions:
-                raise ValueError("`output_attentions` is not available for packed documents: give each its own row")
-            cache = None
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-
-        options = {"read_only": memory_read_only, "output_attentions": output_attentions}
         if documents is None:
             passes = self._passes(embeds, mask, cache, whole=output_attentions)
         else:
-            passes = [(documents.pack(embeds), documents, documents)]
-        found = [
-            self._run(*one, cache, output_hidden_states, **options) for one in passes
-        ]  # each goes on from the last
+            self._check_packed(past_key_values, use_cache, output_attentions)
+            cache, passes = None, [(documents.pack(embeds), documents, documents)]
+        options = {"read_only": memory_read_only, "output_attentions": output_attentions}
+        found = [self._run(*one, cache, output_hidden_states, **options) for one in passes]
         if cache is not None:
             for layer in cache.layers:
                 layer.advance(mask, embeds.shape[1])
@@ -332,6 +314,28 @@ class TitansModel(TitansPreTrainedModel):
             raise ValueError(f"`attention_mask` must be [{B}, {lengths}] (batch, tokens), got {got}")
         mask = attention_mask[:, -T:].bool()
         return mask if compiling or not bool(mask.all()) else None
+
+    def _check_input(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """The one of the two that is given, in the right shape."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass exactly one of `input_ids` and `inputs_embeds`")
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        name, width = ("input_ids", ()) if inputs_embeds is None else ("inputs_embeds", (self.config.hidden_size,))
+        if given.dim() != 2 + len(width) or 0 in given.shape or given.shape[2:] != width:
+            raise ValueError(
+                f"`{name}` must be {['batch >= 1', 'tokens >= 1', *width]}, got shape {tuple(given.shape)}"
+            )
+        return given
+
+    @staticmethod
+    def _check_packed(past_key_values: Cache | None, use_cache: bool | None, output_attentions: bool) -> None:
+        if past_key_values is not None or use_cache:
+            raise ValueError(
+                "packed documents leave no cache: pass `use_cache=False` and no `past_key_values`, or give every "
+                "document a row of its own"
+            )
+        if output_attentions:
+            raise ValueError("`output_attentions` is not available for packed documents: give each its own row")
 
     def _find_documents(self, given: Tensor, mask, position_ids: Tensor | None, kwargs: dict) -> Documents | None:
         marks = {"seq_idx": kwargs.get("seq_idx"), "cu_seq_lens": kwargs.get("cu_seq_lens_q")}
