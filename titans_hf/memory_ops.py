@@ -105,41 +105,58 @@ class PackedRows:
         return flags.view(*flags.shape, *[1] * (x.dim() - 2)).to(x.device)
 
 
-class GridCut:
-    """Cuts the new tokens of every row at the row's next grid line.
+@dataclass
+class RowCut:
+    """Cuts the tokens of every row in two: a head, and the body behind it.
 
-    The head closes the cell that is open in the row; the body starts on a line in every row. Rows that stand on a line
-    have no head. When all rows stand at the same place and are full, both parts are plain slices.
-
-    Args:
-        offset: [B] tokens already in each row's open cell, None when every row stands on a line.
-        lengths: [B] new real tokens of each row (at the front), None when every row has `width`.
-        width: number of token columns.
-        period: grid spacing.
+    Attributes:
+        width: token columns before the cut.
+        head_width, body_width: columns of the two parts, as wide as their longest row; never both 0.
+        head_counts, body_counts: [B] tokens of each row; None where every row fills the part. With head counts of None
+            both parts are plain slices.
     """
 
-    def __init__(self, offset: Tensor | None, lengths: Tensor | None, width: int, period: int):
-        self.width = width
-        self.head_counts: Tensor | None = None  # None: every row has `head_width`
-        self.body_counts = lengths
-        self.head_width, self.body_width = 0, width
+    width: int
+    head_width: int
+    body_width: int
+    head_counts: Tensor | None = None
+    body_counts: Tensor | None = None
+
+    @classmethod
+    def at_next_line(cls, offset: Tensor | None, lengths: Tensor | None, width: int, period: int) -> "RowCut":
+        """Cut at each row's next grid line: the head closes the cell that is open, the body starts on a line.
+
+        Args:
+            offset: [B] tokens already in each row's open cell, None when every row stands on a line.
+            lengths: [B] new real tokens of each row (at the front), None when every row has `width`.
+            width: number of token columns.
+            period: grid spacing.
+        """
         places = on_host(offset)
         if offset is None or (places is not None and not any(places)):
-            return
+            return cls(width, 0, width, None, lengths)
         if lengths is None and places is not None and len(set(places)) == 1:
-            self.head_width = min(width, period - places[0])
-            self.body_width = width - self.head_width
-            return
+            head = min(width, period - places[0])
+            return cls(width, head, width - head)
         lengths = torch.full_like(offset, width) if lengths is None else lengths
-        self.head_counts = torch.minimum(lengths, period - offset)
+        counts = torch.minimum(lengths, period - offset)
         if places is None:
-            self.head_width, self.body_width = min(width, period), width - 1
-        else:
-            self.head_counts = self.head_counts.where(offset > 0, 0)
-            self.head_width = max(on_host(self.head_counts))
-            # one column at least, even where no row has a new token
-            self.body_width = max(*on_host(lengths - self.head_counts), 0 if self.head_width else 1)
-        self.body_counts = lengths - self.head_counts
+            return cls(width, min(width, period), width - 1, counts, lengths - counts)
+        counts = counts.where(offset > 0, 0)
+        head = max(on_host(counts))
+        return cls(width, head, max(*on_host(lengths - counts), 0 if head else 1), counts, lengths - counts)
+
+    @classmethod
+    def at_last_line(cls, lengths: Tensor | None, width: int, period: int) -> "RowCut":
+        """Cut rows that start on a line at the last line they reach: whole cells in the head, the rest in the body."""
+        if lengths is None:
+            return cls(width, width // period * period, width % period)
+        counts = lengths // period * period
+        rest = lengths - counts
+        if on_host(lengths) is None:
+            return cls(width, width // period * period, min(width, period), counts, rest)
+        head = max(on_host(counts))
+        return cls(width, head, max(*on_host(rest), 0 if head else 1), counts, rest)
 
     def head(self, x: Tensor) -> Tensor:
         return x[:, : self.head_width]
@@ -327,11 +344,11 @@ def _advance(weights, momentum, inputs, errors, end: _Coefficients) -> tuple[tup
 
 
 def _chunk(weights, momentum, q, k, v, theta, eta, alpha, max_surprise):
-    """One chunk from its boundary: outputs, the factors of its tokens, and the state after its last token."""
+    """One chunk from its boundary: outputs, and weights and momentum after its last token."""
     inputs, errors = _gradient_factors(weights, k, v, max_surprise)
     coefficients = _coefficients(theta, eta, alpha)
     y = _read(weights, momentum, inputs, errors, coefficients, q)
-    return y, inputs, errors, _advance(weights, momentum, inputs, errors, coefficients.last())
+    return y, *_advance(weights, momentum, inputs, errors, coefficients.last())
 
 
 def _fill_slots(buffer: Tensor, new: Tensor, length: Tensor) -> Tensor:
@@ -343,7 +360,7 @@ def _fill_slots(buffer: Tensor, new: Tensor, length: Tensor) -> Tensor:
     return torch.where((slot < 0).view(shape), buffer, filled)
 
 
-def _close_open_chunk(state: MemoryState, q, k, v, theta, eta, alpha, counts: Tensor | None, max_surprise):
+def _read_into_open_chunk(state: MemoryState, q, k, v, theta, eta, alpha, counts: Tensor | None, max_surprise):
     """Read the tokens that fall into each row's open chunk; rows whose chunk fills up step over the boundary."""
     n, C = q.shape[2], state.gates[0].shape[-1]
     new_inputs, new_errors = _gradient_factors(state.weights, k, v, max_surprise)
@@ -369,66 +386,67 @@ def _close_open_chunk(state: MemoryState, q, k, v, theta, eta, alpha, counts: Te
     return y, state
 
 
-def _read_chunks(state: MemoryState, q, k, v, theta, eta, alpha, counts: Tensor | None, chunk_size, max_surprise):
-    """Read tokens that start on a chunk boundary in every row (of those with any), chunk after chunk."""
-    T, outputs = q.shape[2], []
+def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | None, max_surprise: float | None):
+    """Read whole chunks from a chunk boundary, one after the other.
+
+    Args:
+        weights, momentum: tuples over the memory's depth of [B, H, in, out].
+        q, k, v: [B, H, N, C, D], N chunks of C tokens.
+        theta, eta, alpha: [B, H, N, C].
+        chunks: [B] how many of the chunks each row has; None means all. Outputs behind a row's last are unspecified.
+
+    Returns:
+        The outputs [B, H, N, C, D], and weights and momentum after each row's last chunk.
+    """
     step = _chunk
     if torch.is_grad_enabled():
 
         def step(*args):
             return checkpoint(_chunk, *args, use_reentrant=False, preserve_rng_state=False)
 
-    if counts is not None:
-        state = state.opened(chunk_size)
-    for start in range(0, T, chunk_size):
-        stop = min(start + chunk_size, T)
-        now = [x[:, :, start:stop] for x in (q, k, v, theta, eta, alpha)]
-        y, inputs, errors, after = step(state.weights, state.momentum, *now, max_surprise)
+    outputs = []
+    for n in range(q.shape[2]):
+        y, *after = step(weights, momentum, *(x[:, :, n] for x in (q, k, v, theta, eta, alpha)), max_surprise)
         outputs.append(y)
-        ended = None if counts is None else counts < start + chunk_size
-        state = _after_chunk(state, now[3:], inputs, errors, after, ended, counts, start, chunk_size)
-    return torch.cat(outputs, dim=2), state
+        if chunks is not None:
+            more = n < chunks
+            after = [
+                tuple(where_rows(more, *pair) for pair in zip(new, old, strict=True))
+                for new, old in zip(after, (weights, momentum), strict=True)
+            ]
+        weights, momentum = after
+    return torch.stack(outputs, dim=2), weights, momentum
 
 
-def _after_chunk(state, gates, inputs, errors, after, ended: Tensor | None, counts, start: int, chunk_size: int):
-    """The state after one chunk: over the boundary for rows that filled it, the chunk left open for rows that ended."""
-    short = chunk_size - gates[0].shape[-1]
-    if ended is None and short == 0:
-        return MemoryState(*after)
-    left = MemoryState(
-        state.weights,
-        state.momentum,
-        tuple(F.pad(a, (0, 0, 0, short)) for a in inputs),
-        tuple(F.pad(g, (0, 0, 0, short)) for g in errors),
-        tuple(F.pad(gate, (0, short)) for gate in gates),
-        torch.full(state.weights[0].shape[:1], chunk_size - short, device=gates[0].device),
-    )
-    if ended is None:
-        return left
-    left = replace(left, length=(counts - start).clamp(min=0))
-    state = left.select(ended & (counts > start), state)
-    if short:
-        return state
-    return replace(
-        state,
-        weights=tuple(where_rows(ended, *pair) for pair in zip(state.weights, after[0], strict=True)),
-        momentum=tuple(where_rows(ended, *pair) for pair in zip(state.momentum, after[1], strict=True)),
-    )
+def _read_from_line(state: MemoryState, tokens, counts: Tensor | None, chunk_size: int, max_surprise):
+    """Read tokens [B, T, H, ...] that start on a chunk boundary in every row (of those with any)."""
+    cut = RowCut.at_last_line(counts, tokens[0].shape[1], chunk_size)
+    y_whole = y_rest = None
+    if cut.head_width:
+        whole = [cut.head(x).transpose(1, 2).unflatten(2, (-1, chunk_size)) for x in tokens]
+        chunks = None if cut.head_counts is None else cut.head_counts // chunk_size
+        y_whole, weights, momentum = scan_chunks(state.weights, state.momentum, *whole, chunks, max_surprise)
+        y_whole = y_whole.flatten(2, 3).transpose(1, 2)
+        state = replace(state, weights=weights, momentum=momentum)
+    if cut.body_width:
+        rest = [cut.body(x).transpose(1, 2) for x in tokens]
+        y_rest, state = _read_into_open_chunk(state.opened(chunk_size), *rest, cut.body_counts, max_surprise)
+        y_rest = y_rest.transpose(1, 2)
+    return cut.join(y_whole, y_rest), state
 
 
 def _chunkwise(q, k, v, theta, eta, alpha, state: MemoryState, lengths: Tensor | None, chunk_size, max_surprise):
-    """The chunk form over rows whose real tokens stand at the front: close the open chunk, then whole chunks."""
-    cut = GridCut(state.length, lengths, q.shape[1], chunk_size)
+    """The chunk form over rows whose real tokens stand at the front: close the open chunk, then go on from its line."""
+    cut = RowCut.at_next_line(state.length, lengths, q.shape[1], chunk_size)
     tokens = (q, k, v, theta, eta, alpha)
     y_head = y_body = None
     if cut.head_width:
         head = [cut.head(x).transpose(1, 2) for x in tokens]
-        y_head, state = _close_open_chunk(state, *head, cut.head_counts, max_surprise)
+        y_head, state = _read_into_open_chunk(state, *head, cut.head_counts, max_surprise)
         y_head = y_head.transpose(1, 2)
     if cut.body_width:
-        body = [cut.body(x).transpose(1, 2) for x in tokens]
-        y_body, state = _read_chunks(state, *body, cut.body_counts, chunk_size, max_surprise)
-        y_body = y_body.transpose(1, 2)
+        body = [cut.body(x) for x in tokens]
+        y_body, state = _read_from_line(state, body, cut.body_counts, chunk_size, max_surprise)
     return cut.join(y_head, y_body), state
 
 

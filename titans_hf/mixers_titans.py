@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .attention_titans import Rows, SegmentAttention, SlidingAttention, rotate
 from .cache_titans import LayerCarry
 from .configuration_titans import TitansConfig
-from .memory_ops import GridCut, MemoryState, on_host, where_rows
+from .memory_ops import MemoryState, RowCut, on_host, where_rows
 from .neural_memory import MemoryCarry, NeuralMemory, TitansRMSNorm, Written, last_tokens
 
 
@@ -178,7 +178,7 @@ class MemoryAsContext(nn.Module):
         before = rows.start(past, lambda: self.begin(x, rows))
         C = self.config.segment_size
         places = None if rows.fresh is True else rows.seen % C
-        cut = GridCut(places, rows.lengths, rows.width, C)
+        cut = RowCut.at_next_line(places, rows.lengths, rows.width, C)
         retrieval, tail = self.memory.queries(x, before.tails["conv_retrieval"], rows.lengths)
         tokens = (retrieval, self.attention.queries(x), *self.attention.keys_values(x))
         persistent_kv = self._persistent(persistent, rows, rotary)
@@ -190,7 +190,7 @@ class MemoryAsContext(nn.Module):
             parts.append(part)
         return self._join(cut, parts, carry, before, rows)
 
-    def _pieces(self, cut: GridCut, tokens, places: Tensor | None, rows: Rows):
+    def _pieces(self, cut: RowCut, tokens, places: Tensor | None, rows: Rows):
         """The pass in pieces that end where a segment ends: (tokens, real tokens per row, places in the segment)."""
         C, on_line = self.config.segment_size, torch.zeros_like(rows.seen)
         if cut.head_width:
@@ -246,7 +246,7 @@ class MemoryAsContext(nn.Module):
         k = rotate(k, rotary.at(k, torch.arange(k.shape[1], device=k.device)))
         return tuple(x.expand(rows.batch_size, -1, -1, -1) for x in (k, v))
 
-    def _join(self, cut: GridCut, parts: list[Mixed], carry: LayerCarry, before: LayerCarry, rows: Rows) -> Mixed:
+    def _join(self, cut: RowCut, parts: list[Mixed], carry: LayerCarry, before: LayerCarry, rows: Rows) -> Mixed:
         """The pieces of the pass as one: outputs, attention weights and written tokens in the order of the tokens."""
         heads = 1 if cut.head_width else 0
 
