@@ -1,0 +1,130 @@
+"""`scan_chunks` by Triton: whole chunks from a chunk boundary, as a torch operator with a backward.
+
+The forward launches the kernels of `kernels.py`. It keeps every chunk's start state, `2 |M|` numbers per chunk and head,
+as the torch form does; the backward goes through the chunks from the last to the first with `formulae.Chunk`.
+"""
+
+import torch
+from torch import Tensor
+
+from .formulae import Chunk
+
+CHUNKS, WIDTHS, MAX_DEPTH = (16, 32, 64), (16, 32, 64, 128), 2
+MAX_HIDDEN = 512
+BLOCK = 32  # hidden columns that are in registers at a time
+NUM_WARPS = 8
+
+
+def unsupported(weights, q: Tensor) -> str | None:
+    """Why the kernels cannot serve these shapes, or None."""
+    C, D = q.shape[-2:]
+    hidden = weights[0].shape[-1]
+    if len(weights) > MAX_DEPTH:
+        return f"a memory of {len(weights)} layers: the kernels have 1 or {MAX_DEPTH}"
+    if C not in CHUNKS:
+        return f"a chunk of {C} tokens: the kernels take {CHUNKS}"
+    if D not in WIDTHS:
+        return f"a head width of {D}: the kernels take {WIDTHS}"
+    if hidden % BLOCK and hidden != 16:
+        return f"a hidden width of {hidden}: the kernels take multiples of {BLOCK}"
+    if hidden > MAX_HIDDEN:
+        return f"a hidden width of {hidden}: the kernels take at most {MAX_HIDDEN}"
+    return None
+
+
+def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | None, max_surprise: float | None):
+    """As `titans_hf.memory_ops.scan_chunks`, which is its definition."""
+    reason = unsupported(weights, q)
+    if reason is not None:
+        raise ValueError(f"the Triton kernels do not serve {reason}")
+    if chunks is None:
+        chunks = torch.full(q.shape[:1], q.shape[2], device=q.device)
+    y, *states = torch.ops.titans.scan_chunks(
+        list(weights), list(momentum), q, k, v, theta, eta, alpha, chunks.to(torch.int32), max_surprise
+    )
+    depth = len(weights)
+    row = torch.arange(q.shape[0], device=q.device)
+    ends = [state[row, :, chunks] for state in states]  # [B, H, in, out] after each row's last chunk
+    return y, tuple(ends[:depth]), tuple(ends[depth:])
+
+
+@torch.library.custom_op("titans::scan_chunks", mutates_args=())
+def _scan(
+    weights: list[Tensor],
+    momentum: list[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    eta: Tensor,
+    alpha: Tensor,
+    chunks: Tensor,
+    max_surprise: float | None,
+) -> list[Tensor]:
+    """Outputs [B, H, N, C, D], then per layer the weights and the momentum at every boundary, [B, H, N + 1, in, out]."""
+    from . import launch
+
+    return launch.forward(weights, momentum, q, k, v, theta, eta, alpha, chunks, max_surprise)
+
+
+@_scan.register_fake
+def _(weights, momentum, q, k, v, theta, eta, alpha, chunks, max_surprise):
+    B, H, N = q.shape[:3]
+    states = [W.new_empty(B, H, N + 1, *W.shape[2:]) for W in (*weights, *momentum)]
+    return [q.new_empty(q.shape, dtype=torch.float32), *states]
+
+
+def _save(ctx, inputs, output) -> None:
+    weights, _, *tokens, chunks, max_surprise = inputs
+    ctx.depth, ctx.max_surprise = len(weights), max_surprise
+    ctx.save_for_backward(*tokens, chunks, *output[1:])
+
+
+def _backward(ctx, grads):
+    q, k, v, theta, eta, alpha, chunks, *states = ctx.saved_tensors
+    dy, *d_states = grads
+    found = torch.ops.titans.scan_chunks_backward(
+        dy, d_states, states, q, k, v, theta, eta, alpha, chunks, ctx.max_surprise
+    )
+    depth = ctx.depth
+    starts, tokens = found[: 2 * depth], found[2 * depth :]
+    return starts[:depth], starts[depth:], *tokens, None, None
+
+
+_scan.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("titans::scan_chunks_backward", mutates_args=())
+def _scan_backward(
+    dy: Tensor,
+    d_states: list[Tensor],
+    states: list[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    eta: Tensor,
+    alpha: Tensor,
+    chunks: Tensor,
+    max_surprise: float | None,
+) -> list[Tensor]:
+    """Gradients of the start state (weights, then momentum) and of q, k, v, theta, eta, alpha."""
+    depth, N = len(states) // 2, q.shape[2]
+    tokens = (q, k, v, theta, eta, alpha)
+    d_tokens = [torch.zeros_like(x) for x in tokens]
+    d_state = [x[:, :, N].clone() for x in d_states]
+    for n in reversed(range(N)):
+        start = [x[:, :, n] for x in states]
+        chunk = Chunk(start[:depth], start[depth:], *(x[:, :, n].to(start[0].dtype) for x in tokens), max_surprise)
+        dW, dS, *now = chunk.backward(dy[:, :, n].to(start[0].dtype), d_state[:depth], d_state[depth:])
+        more = (n < chunks).view(-1, *[1] * 3)
+        d_state = [torch.where(more, new, old) for new, old in zip((*dW, *dS), d_state, strict=True)]
+        d_state = [d + own[:, :, n] for d, own in zip(d_state, d_states, strict=True)]
+        for d_token, new in zip(d_tokens, now, strict=True):
+            d_token[:, :, n] = torch.where(more if new.dim() == 4 else more[..., 0], new, 0.0).to(d_token.dtype)
+    return [*d_state, *d_tokens]
+
+
+@_scan_backward.register_fake
+def _(dy, d_states, states, q, k, v, theta, eta, alpha, chunks, max_surprise):
+    return [*(x.new_empty(*x.shape[:2], *x.shape[3:]) for x in states), *map(torch.empty_like, (q, k, v, theta, eta, alpha))]
