@@ -7,6 +7,7 @@ the last chunk boundary (Eq. 16). Two forms compute the same numbers:
 * `recurrent`: a loop over tokens whose gradients come from autograd on the memory's own loss. Slow, obviously right.
 * `torch`: the chunk form. Inside a chunk every gradient is an outer product `u_i = a_i g_i^T` of factors taken at the
   chunk-start weights, so all tokens of the chunk are read by matrix products and no per-token weight is ever formed.
+  `triton` is the same with whole chunks in kernels (`titans_kernels`).
 
 Axis letters: B batch, T tokens, H heads, D head width, C chunk length, Q queries of one call, n tokens of one chunk.
 Weights are stored so that `M(x) = x W`, i.e. [B, H, in, out]. Paper letters: alpha forgets, eta decays the momentum,
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-BACKENDS = ("auto", "torch", "recurrent")
+BACKENDS = ("auto", "torch", "triton", "recurrent")
 
 # Coefficients below this become exact zeros: they cannot change a float64 sum, and subnormal products slow a CPU down.
 NEGLIGIBLE = 1e-24
@@ -418,14 +419,25 @@ def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | 
     return torch.stack(outputs, dim=2), weights, momentum
 
 
-def _read_from_line(state: MemoryState, tokens, counts: Tensor | None, chunk_size: int, max_surprise):
+def _pick_scan(backend: str) -> Callable:
+    """The implementation of `scan_chunks`."""
+    if backend != "triton":
+        return scan_chunks
+    try:
+        from titans_kernels.scan import scan_chunks as by_triton
+    except ImportError as error:
+        raise ValueError("`backend='triton'` needs the kernels: pip install 'titans-hf[kernels]'") from error
+    return by_triton
+
+
+def _read_from_line(state: MemoryState, tokens, counts: Tensor | None, chunk_size: int, max_surprise, scan: Callable):
     """Read tokens [B, T, H, ...] that start on a chunk boundary in every row (of those with any)."""
     cut = RowCut.at_last_line(counts, tokens[0].shape[1], chunk_size)
     y_whole = y_rest = None
     if cut.head_width:
         whole = [cut.head(x).transpose(1, 2).unflatten(2, (-1, chunk_size)) for x in tokens]
         chunks = None if cut.head_counts is None else cut.head_counts // chunk_size
-        y_whole, weights, momentum = scan_chunks(state.weights, state.momentum, *whole, chunks, max_surprise)
+        y_whole, weights, momentum = scan(state.weights, state.momentum, *whole, chunks, max_surprise)
         y_whole = y_whole.flatten(2, 3).transpose(1, 2)
         state = replace(state, weights=weights, momentum=momentum)
     if cut.body_width:
@@ -435,7 +447,7 @@ def _read_from_line(state: MemoryState, tokens, counts: Tensor | None, chunk_siz
     return cut.join(y_whole, y_rest), state
 
 
-def _chunkwise(q, k, v, theta, eta, alpha, state: MemoryState, lengths: Tensor | None, chunk_size, max_surprise):
+def _chunkwise(q, k, v, theta, eta, alpha, state: MemoryState, lengths: Tensor | None, chunk_size, max_surprise, scan):
     """The chunk form over rows whose real tokens stand at the front: close the open chunk, then go on from its line."""
     cut = RowCut.at_next_line(state.length, lengths, q.shape[1], chunk_size)
     tokens = (q, k, v, theta, eta, alpha)
@@ -446,7 +458,7 @@ def _chunkwise(q, k, v, theta, eta, alpha, state: MemoryState, lengths: Tensor |
         y_head = y_head.transpose(1, 2)
     if cut.body_width:
         body = [cut.body(x) for x in tokens]
-        y_body, state = _read_from_line(state, body, cut.body_counts, chunk_size, max_surprise)
+        y_body, state = _read_from_line(state, body, cut.body_counts, chunk_size, max_surprise, scan)
     return cut.join(y_head, y_body), state
 
 
@@ -562,7 +574,8 @@ def neural_memory(
         max_surprise: cap on the norm of each token's gradient, per memory layer. None is the paper's letter, and
             diverges on repetitive input.
         mask: [B, T] bool, True at real tokens, in any pattern. Padding changes nothing and reads as zero.
-        backend: "recurrent" (the oracle), "torch" (the chunk form), or "auto".
+        backend: "recurrent" (the oracle), "torch" (the chunk form), "triton" (whole chunks in kernels, on GPUs, for the
+            shapes they serve), or "auto", which is "torch".
         lengths: [B] real tokens of each row, for rows that already hold them at the front: a cheaper `mask`. Outputs
             behind a row's last token are then unspecified.
 
@@ -570,6 +583,7 @@ def neural_memory(
         The outputs [B, T, H, D] in the dtype of `q`, and the state after the last token.
     """
     _check(q, k, v, theta, eta, alpha, state, chunk_size, max_surprise, mask, lengths, backend)
+    scan = _pick_scan(backend)
     dtype = state_dtype(q.dtype)
     tokens = [x.to(dtype) for x in (q, k, v, theta, eta, alpha)]
     state = state.map(lambda x: x.to(dtype) if x.is_floating_point() else x)
@@ -579,10 +593,10 @@ def neural_memory(
                 mask = torch.arange(q.shape[1], device=q.device) < lengths[:, None]
             y, state = _recurrent(*tokens, state, mask, chunk_size, max_surprise)
         elif mask is None:
-            y, state = _chunkwise(*tokens, state, lengths, chunk_size, max_surprise)
+            y, state = _chunkwise(*tokens, state, lengths, chunk_size, max_surprise, scan)
         else:
             rows = PackedRows(mask)
-            y, state = _chunkwise(*map(rows.pack, tokens), state, rows.lengths, chunk_size, max_surprise)
+            y, state = _chunkwise(*map(rows.pack, tokens), state, rows.lengths, chunk_size, max_surprise, scan)
             y = rows.unpack(y)
     return y.to(q.dtype), state
 

@@ -206,7 +206,11 @@ class NeuralMemory(nn.Module):
         mixed, tail = self._convolve(projected, carry.tail, lengths)
         q, k, v = (part.unflatten(-1, (self.num_heads, self.head_dim)) for part in mixed.chunk(3, dim=-1))
         q, k = _unit(q), _unit(k)
-        state, chunk_size = carry.state, chunk_size or self.chunk_size
+        state, backend = carry.state, self.backend
+        if chunk_size is None:
+            chunk_size = self.chunk_size
+        elif backend == "triton":
+            backend = "torch"  # kernels are compiled for the grid; a chunk of its own is read once
         gates = self.write_gates(x)  # [B, T, 3, H]
         if self.gates_by_chunk:
             gates = _gates_of_first_token(gates, state, chunk_size)
@@ -221,7 +225,7 @@ class NeuralMemory(nn.Module):
                 state,
                 chunk_size=chunk_size,
                 max_surprise=self.max_surprise,
-                backend=self.backend,
+                backend=backend,
                 lengths=lengths,
             )
         out = self.out_proj(self._normed(y) * F.silu(self.output_gate(x)))

@@ -1,5 +1,6 @@
-"""The home of the Triton kernels for the neural memory (Section 3 of the paper).
+"""Triton kernels for the neural memory (Section 3 of the paper).
 
-A module here imports torch and triton only and keeps the names and signatures of `titans_hf.memory_ops`. No kernel is
-shipped yet, so the torch form serves every device.
+`scan.scan_chunks` has the name and the signature of the function in `titans_hf.memory_ops` that it speeds up, and that
+function is its definition. Modules here import torch and triton only; triton itself is imported where a kernel is
+launched, so that everything else can be read and tested without it.
 """

@@ -1,8 +1,8 @@
 """The forward of the chunked update as Triton kernels: coefficients, states, outputs.
 
-One chunk after another, the states kernel writes the chunk into the memory; every chunk's start stays in global memory,
-where the outputs kernel finds it and reads all chunks at once. Matrices are too large for registers: the hidden width is
-walked in blocks of BF columns, and the states live in L2.
+One chunk after another, the states kernel writes the chunk into the memory; every chunk's start stays in global
+memory, where the outputs kernel finds it and reads all chunks at once. Matrices are too large for registers: the hidden
+width is walked in blocks of BF columns, and the states live in L2.
 
 Axis letters: B batch, H heads, N chunks, C tokens of a chunk, D head width, F width of a layer's output. Tensors are
 contiguous: tokens [B, H, N, C, ...], states [B, H, N + 1, in, out].
@@ -13,34 +13,31 @@ import triton.language as tl
 
 
 @triton.jit
-def _segment_products(gate, C: tl.constexpr):
-    """[C, C]: the gate's product over tokens i+1..t; 1 on the diagonal, 0 above. A running product: gates may be 0."""
-    t, i = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    products = tl.cumprod(tl.where(t > i, gate[:, None], 1.0), axis=0)
-    return tl.where(t >= i, products, 0.0)
-
-
-@triton.jit
 def coefficients_kernel(theta, eta, alpha, step, write_S, decay, drift, momentum, C: tl.constexpr):
     """What the state after each token of a chunk is made of (Eqs. 13 and 14). One program per chunk.
 
     step [C, C]: the weight of gradient i in `M_t`; write_S [C]: of gradient i in `S` after the last token; decay, drift
-    [C]: of `M_0` and `S_0` in `M_t`; momentum [C]: of `S_0` in `S_t`.
+    [C]: of `M_0` and `S_0` in `M_t`; momentum [C]: of `S_0` in `S_t`. Row t follows from row t - 1 by the recurrence
+    itself: no products are divided, and gates of exactly 0 and 1 are ordinary values.
     """
     chunk = tl.program_id(0).to(tl.int64)
-    t = tl.arange(0, C)
-    forget_gate = 1.0 - tl.load(alpha + chunk * C + t).to(tl.float32)
-    keep_gate = tl.load(eta + chunk * C + t).to(tl.float32)
-    size = tl.load(theta + chunk * C + t).to(tl.float32)
-    forget, keep = _segment_products(forget_gate, C), _segment_products(keep_gate, C)
-    kept = tl.cumprod(keep_gate, axis=0)
-    mixed = tl.dot(forget, keep, input_precision="ieee")  # coefficients are products of many gates: never in tf32
-    tl.store(step + chunk * C * C + t[:, None] * C + t[None, :], mixed * size[None, :])
-    last = tl.sum(tl.where(t[:, None] == C - 1, keep, 0.0), axis=0)
-    tl.store(write_S + chunk * C + t, last * size)
-    tl.store(decay + chunk * C + t, tl.cumprod(forget_gate, axis=0))
-    tl.store(drift + chunk * C + t, tl.sum(forget * kept[None, :], axis=1))
-    tl.store(momentum + chunk * C + t, kept)
+    i = tl.arange(0, C)
+    size = tl.load(theta + chunk * C + i).to(tl.float32)
+    in_S, in_M = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    S_of_S, M_of_S, M_of_M = 1.0, 0.0, 1.0
+    for t in range(C):
+        keep = tl.load(eta + chunk * C + t).to(tl.float32)
+        stay = 1.0 - tl.load(alpha + chunk * C + t).to(tl.float32)
+        in_S = keep * in_S + tl.where(i == t, size, 0.0)
+        in_M = stay * in_M + in_S
+        S_of_S = keep * S_of_S
+        M_of_S = stay * M_of_S + S_of_S
+        M_of_M = stay * M_of_M
+        tl.store(step + (chunk * C + t) * C + i, in_M)
+        tl.store(decay + chunk * C + t, M_of_M)
+        tl.store(drift + chunk * C + t, M_of_S)
+        tl.store(momentum + chunk * C + t, S_of_S)
+    tl.store(write_S + chunk * C + i, in_S)
 
 
 @triton.jit
@@ -106,28 +103,29 @@ def linear_states_kernel(
 @triton.jit
 def linear_outputs_kernel(
     q, k, step, decay, drift, W, S, error, y, chunks,
-    H: tl.constexpr, N, PRECISION: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BF: tl.constexpr,
+    H: tl.constexpr, N, PRECISION: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BF: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
-    """Ask a linear memory for every token of a chunk, with the weights after that token (Eq. 15). Grid (N, B H)."""
-    n, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    """Ask a linear memory for BQ tokens of a chunk, each with the weights after it (Eq. 15). Grid (N C / BQ, B H)."""
+    row, n = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) // (C // BQ)
     chunk, slot = row * N + n, (row * (N + 1) + n) * D * D
     t, d = tl.arange(0, C), tl.arange(0, D)
-    tokens = chunk * C * D + t[:, None] * D
+    asked = tl.program_id(0) % (C // BQ) * BQ + tl.arange(0, BQ)
+    tokens, queries = chunk * C * D + t[:, None] * D, chunk * C * D + asked[:, None] * D
     if n >= tl.load(chunks + row // H):
-        tl.store(y + tokens + d[None, :], tl.zeros((C, D), tl.float32))
+        tl.store(y + queries + d[None, :], tl.zeros((BQ, D), tl.float32))
         return
-    Q = tl.load(q + tokens + d[None, :]).to(tl.float32)
+    Q = tl.load(q + queries + d[None, :]).to(tl.float32)
     K = tl.load(k + tokens + d[None, :]).to(tl.float32)
     P = tl.dot(Q, tl.trans(K), input_precision=PRECISION)
-    P *= tl.load(step + chunk * C * C + t[:, None] * C + t[None, :])
-    M_decay, M_drift = tl.load(decay + chunk * C + t)[:, None], tl.load(drift + chunk * C + t)[:, None]
+    P *= tl.load(step + (chunk * C + asked[:, None]) * C + t[None, :])
+    M_decay, M_drift = tl.load(decay + chunk * C + asked)[:, None], tl.load(drift + chunk * C + asked)[:, None]
     for start in range(0, D, BF):
         f = start + tl.arange(0, BF)
         block = slot + d[:, None] * D + f[None, :]
         Y = M_decay * tl.dot(Q, tl.load(W + block), input_precision=PRECISION)
         Y += M_drift * tl.dot(Q, tl.load(S + block), input_precision=PRECISION)
         Y -= tl.dot(P, tl.load(error + tokens + f[None, :]), input_precision=PRECISION)
-        tl.store(y + tokens + f[None, :], Y)
+        tl.store(y + queries + f[None, :], Y)
 
 
 @triton.jit
@@ -203,22 +201,24 @@ def mlp_states_kernel(
 def mlp_outputs_kernel(
     q, k, step, decay, drift, W1, S1, W2, S2, hidden, error1, error2, y, chunks,
     H: tl.constexpr, N, PRECISION: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BF: tl.constexpr,
+    BQ: tl.constexpr,
 ):  # fmt: skip
-    """Ask a memory of two layers for every token of a chunk, with the weights after that token. Grid (N, B H)."""
-    n, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    """Ask a memory of two layers for BQ tokens of a chunk, each with the weights after it. Grid (N C / BQ, B H)."""
+    row, n = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) // (C // BQ)
     chunk, slot = row * N + n, (row * (N + 1) + n) * D * F
     t, d = tl.arange(0, C), tl.arange(0, D)
-    tokens, wide = chunk * C * D + t[:, None] * D, chunk * C * F + t[:, None] * F
+    asked = tl.program_id(0) % (C // BQ) * BQ + tl.arange(0, BQ)
+    tokens, queries = chunk * C * D + t[:, None] * D, chunk * C * D + asked[:, None] * D
+    wide = chunk * C * F + t[:, None] * F
     if n >= tl.load(chunks + row // H):
-        tl.store(y + tokens + d[None, :], tl.zeros((C, D), tl.float32))
+        tl.store(y + queries + d[None, :], tl.zeros((BQ, D), tl.float32))
         return
-    Q = tl.load(q + tokens + d[None, :]).to(tl.float32)
+    Q = tl.load(q + queries + d[None, :]).to(tl.float32)
     K = tl.load(k + tokens + d[None, :]).to(tl.float32)
-    weight = tl.load(step + chunk * C * C + t[:, None] * C + t[None, :])
-    P = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * weight
-    M_decay, M_drift = tl.load(decay + chunk * C + t)[:, None], tl.load(drift + chunk * C + t)[:, None]
-    through_W, through_S = tl.zeros((C, D), tl.float32), tl.zeros((C, D), tl.float32)
-    overlap = tl.zeros((C, C), tl.float32)
+    weight = step + (chunk * C + asked[:, None]) * C + t[None, :]
+    P = tl.dot(Q, tl.trans(K), input_precision=PRECISION) * tl.load(weight)
+    M_decay, M_drift = tl.load(decay + chunk * C + asked)[:, None], tl.load(drift + chunk * C + asked)[:, None]
+    Y, overlap = tl.zeros((BQ, D), tl.float32), tl.zeros((BQ, C), tl.float32)
     for start in range(0, F, BF):
         f = start + tl.arange(0, BF)
         block = slot + d[:, None] * F + f[None, :]
@@ -227,9 +227,9 @@ def mlp_outputs_kernel(
         Z -= tl.dot(P, tl.load(error1 + wide + f[None, :]), input_precision=PRECISION)
         X = Z * tl.sigmoid(Z)
         block = slot + f[:, None] * D + d[None, :]
-        through_W += tl.dot(X, tl.load(W2 + block), input_precision=PRECISION)
-        through_S += tl.dot(X, tl.load(S2 + block), input_precision=PRECISION)
-        overlap += tl.dot(X, tl.trans(tl.load(hidden + wide + f[None, :])), input_precision=PRECISION)
-    Y = M_decay * through_W + M_drift * through_S
-    Y -= tl.dot(overlap * weight, tl.load(error2 + tokens + d[None, :]), input_precision=PRECISION)
-    tl.store(y + tokens + d[None, :], Y)
+        Y = tl.dot(M_decay * X, tl.load(W2 + block), Y, input_precision=PRECISION)
+        Y = tl.dot(M_drift * X, tl.load(S2 + block), Y, input_precision=PRECISION)
+        overlap = tl.dot(X, tl.trans(tl.load(hidden + wide + f[None, :])), overlap, input_precision=PRECISION)
+    overlap *= tl.load(weight)
+    Y -= tl.dot(overlap, tl.load(error2 + tokens + d[None, :]), input_precision=PRECISION)
+    tl.store(y + queries + d[None, :], Y)

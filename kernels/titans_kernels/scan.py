@@ -1,8 +1,10 @@
 """`scan_chunks` by Triton: whole chunks from a chunk boundary, as a torch operator with a backward.
 
-The forward launches the kernels of `kernels.py`. It keeps every chunk's start state, `2 |M|` numbers per chunk and head,
-as the torch form does; the backward goes through the chunks from the last to the first with `formulae.Chunk`.
+The forward launches the kernels of `kernels.py`. It keeps every chunk's start state, `2 |M|` numbers per chunk and
+head, as the torch form does; the backward goes through the chunks from the last to the first with `formulae.Chunk`.
 """
+
+import os
 
 import torch
 from torch import Tensor
@@ -11,7 +13,8 @@ from .formulae import Chunk
 
 CHUNKS, WIDTHS, MAX_DEPTH = (16, 32, 64), (16, 32, 64, 128), 2
 MAX_HIDDEN = 512
-BLOCK = 32  # hidden columns that are in registers at a time
+BLOCK = 16  # hidden columns that are in registers at a time
+QUERIES = 16  # tokens of a chunk that one program of the outputs kernel reads
 NUM_WARPS = 8
 
 
@@ -19,13 +22,17 @@ def unsupported(weights, q: Tensor) -> str | None:
     """Why the kernels cannot serve these shapes, or None."""
     C, D = q.shape[-2:]
     hidden = weights[0].shape[-1]
+    if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "CPU tensors: Triton compiles for GPUs"
+    if weights[0].dtype != torch.float32:
+        return f"a state in {weights[0].dtype}: the kernels keep it in float32"
     if len(weights) > MAX_DEPTH:
         return f"a memory of {len(weights)} layers: the kernels have 1 or {MAX_DEPTH}"
     if C not in CHUNKS:
         return f"a chunk of {C} tokens: the kernels take {CHUNKS}"
     if D not in WIDTHS:
         return f"a head width of {D}: the kernels take {WIDTHS}"
-    if hidden % BLOCK and hidden != 16:
+    if hidden % BLOCK:
         return f"a hidden width of {hidden}: the kernels take multiples of {BLOCK}"
     if hidden > MAX_HIDDEN:
         return f"a hidden width of {hidden}: the kernels take at most {MAX_HIDDEN}"
@@ -36,9 +43,9 @@ def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | 
     """As `titans_hf.memory_ops.scan_chunks`, which is its definition."""
     reason = unsupported(weights, q)
     if reason is not None:
-        raise ValueError(f"the Triton kernels do not serve {reason}")
+        raise ValueError(f"`backend='triton'` does not serve {reason}. Use 'torch'")
     if chunks is None:
-        chunks = torch.full(q.shape[:1], q.shape[2], device=q.device)
+        chunks = torch.full(q.shape[:1], q.shape[2], device=q.device)  # [B]
     y, *states = torch.ops.titans.scan_chunks(
         list(weights), list(momentum), q, k, v, theta, eta, alpha, chunks.to(torch.int32), max_surprise
     )
@@ -61,7 +68,7 @@ def _scan(
     chunks: Tensor,
     max_surprise: float | None,
 ) -> list[Tensor]:
-    """Outputs [B, H, N, C, D], then per layer the weights and the momentum at every boundary, [B, H, N + 1, in, out]."""
+    """Outputs [B, H, N, C, D]; then weights, then momentum of each layer at every boundary, [B, H, N + 1, in, out]."""
     from . import launch
 
     return launch.forward(weights, momentum, q, k, v, theta, eta, alpha, chunks, max_surprise)
@@ -127,4 +134,7 @@ def _scan_backward(
 
 @_scan_backward.register_fake
 def _(dy, d_states, states, q, k, v, theta, eta, alpha, chunks, max_surprise):
-    return [*(x.new_empty(*x.shape[:2], *x.shape[3:]) for x in states), *map(torch.empty_like, (q, k, v, theta, eta, alpha))]
+    return [
+        *(x.new_empty(*x.shape[:2], *x.shape[3:]) for x in states),
+        *map(torch.empty_like, (q, k, v, theta, eta, alpha)),
+    ]
