@@ -40,6 +40,8 @@ BAD_FIELDS = [
     ("memory_eta_max", dict(memory_eta_max=1.0)),
     ("memory_theta_max", dict(memory_theta_max=float("nan"))),
     ("sliding_window", dict(sliding_window=0)),
+    ("hidden_act", dict(hidden_act="nope")),
+    ("rope_parameters", dict(rope_parameters={"rope_type": "nope", "rope_theta": 1e4})),
     ("num_attention_heads", dict(num_attention_heads=3, head_dim=None)),
 ]
 

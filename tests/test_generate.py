@@ -119,6 +119,17 @@ def test_assisted_decoding_and_prompt_lookup_equal_greedy(variant):
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), greedy)
 
 
+def test_drafts_are_no_longer_than_the_cache_can_take_back():
+    model, assistant, ids = tiny_model("lmm"), tiny_model("lmm", seed=1), random_ids(1, 150)
+    options = dict(max_new_tokens=120, **GREEDY)
+    greedy = model.generate(ids, **options)
+    assistant.generation_config.update(
+        num_assistant_tokens=100, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    assert torch.equal(model.generate(ids, assistant_model=assistant, **options), greedy)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=100, **options), greedy)
+
+
 @pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.22"),
     reason="transformers 5.15.1 lets the cache of an early-exit draft run ahead of the text, Llama's too",
@@ -154,6 +165,37 @@ def test_a_conversation_goes_on_with_the_cache_of_its_last_turn(variant, make_ca
         assert torch.equal(answer.sequences, expected)
         assert cache.get_seq_length() == expected.shape[1] - 1
         conversation = torch.cat((expected, random_ids(2, 5, seed=turn)), dim=1)
+
+
+@every_variant
+def test_padding_behind_a_row_that_has_ended_leaves_its_memory(variant):
+    """generate pads rows that end early, and reads the padding; the next turn's mask takes it back."""
+    model, ids = tiny_model(variant), random_ids(3, 7)
+    free = model.generate(ids, max_new_tokens=9, **GREEDY)[:, 7:]
+    stop = int(free[0, 2])  # the first row ends at the latest after three tokens
+    options = dict(max_new_tokens=9, do_sample=False, eos_token_id=stop, pad_token_id=0)
+    cache = TitansCache(model.config)
+    first = model.generate(ids, past_key_values=cache, **options)
+    ended = (first[:, 7:] == stop).cumsum(1) - (first[:, 7:] == stop).long() > 0  # behind the row's end
+    assert ended.any()
+    assert not ended.all(1).any()
+    conversation = torch.cat((first, random_ids(3, 4, seed=1)), dim=1)
+    mask = torch.cat((torch.ones(3, 7), ~ended, torch.ones(3, 4)), dim=1).long()
+    options = dict(attention_mask=mask, max_new_tokens=5, **GREEDY)
+    expected = model.generate(conversation, use_cache=False, **options)
+    assert torch.equal(model.generate(conversation, past_key_values=cache, **options), expected)
+
+
+def test_a_mask_that_hides_other_tokens_of_the_past_is_refused():
+    model, ids = tiny_model("mag"), random_ids(2, 12)
+    for make_cache in (TitansCache, lambda config: StaticCache(config=config, max_cache_len=20)):
+        cache = make_cache(model.config)
+        model(ids[:, :9], past_key_values=cache)
+        mask = torch.ones_like(ids)
+        mask[0, 3] = 0
+        with pytest.raises(ValueError, match="`attention_mask` hides tokens"):
+            model(ids[:, 9:], attention_mask=mask, past_key_values=cache)
+        assert int(cache.get_seq_length()) == 9
 
 
 @every_variant
@@ -253,6 +295,15 @@ def test_generation_with_a_static_cache_equals_the_default(variant):
     options = dict(attention_mask=mask, max_new_tokens=9, disable_compile=True, **GREEDY)
     static = model.generate(ids, cache_implementation="static", **options)
     assert torch.equal(static, model.generate(ids, **options))
+
+
+def test_a_compiled_model_takes_inputs_of_any_length():
+    model, ids = tiny_model("lmm", num_hidden_layers=1), random_ids(2, 12)
+    torch._dynamo.reset()
+    compiled_model = torch.compile(model, backend="eager")
+    for length in (12, 7, 9):
+        assert_close(compiled_model(ids[:, :length]).logits, model(ids[:, :length]).logits, 1e-9)
+    torch._dynamo.reset()
 
 
 @every_variant

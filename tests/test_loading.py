@@ -146,6 +146,16 @@ def test_a_model_loads_in_the_dtype_asked_for(variant, dtype, tmp_path):
     assert kept == {torch.promote_types(dtype, torch.float32)}
 
 
+def test_a_weight_file_s_variant_is_not_the_model_s(tmp_path):
+    """`variant="fp16"` chooses a file, here as for every model; the configuration keeps its own `variant`."""
+    model, ids = tiny_model("mal", torch.float32), random_ids(1, 5)
+    model.save_pretrained(tmp_path, variant="fp16")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, variant="fp16")
+    assert loaded.config.variant == "mal"
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert AutoConfig.from_pretrained(tmp_path, variant="lmm").variant == "lmm"
+
+
 @every_variant
 def test_a_device_map_and_disk_offload_change_no_token(variant, tmp_path):
     model, ids = tiny_model(variant, torch.float32, num_hidden_layers=3), random_ids(2, 9)

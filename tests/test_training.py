@@ -143,6 +143,15 @@ def test_a_training_step_compiled_with_inductor_equals_eager(variant):
     torch._dynamo.reset()
 
 
+def test_label_smoothing_smooths_the_next_token(tmp_path):
+    model, batch = tiny_model("mag", torch.float32), pad_right(examples(3))
+    run = trainer(model, tmp_path, label_smoothing_factor=0.2)
+    found = run.compute_loss(model, dict(batch))
+    logits, labels = model(**batch).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    expected = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.2)
+    assert_close(found, expected, 1e-5)
+
+
 def test_a_replica_of_data_parallel_makes_no_cache_unless_told():
     """`nn.DataParallel`, which Trainer uses on several GPUs of one process, cannot gather caches."""
     model, ids = tiny_model("lmm"), random_ids(1, 5)
@@ -150,6 +159,20 @@ def test_a_replica_of_data_parallel_makes_no_cache_unless_told():
     model.model._is_replica = True  # as torch.nn.parallel.replicate marks its copies
     assert model(ids).past_key_values is None
     assert model(ids, use_cache=True).past_key_values is not None
+
+
+def test_functional_gradients_equal_those_of_backward():
+    """torch.func has no saved-tensor hooks, on which checkpoints rest."""
+    model, ids = tiny_model("lmm"), random_ids(2, 9)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (ids,), dict(use_cache=False)).logits.square().mean()
+
+    found = torch.func.grad(loss)(parameters)
+    loss(parameters).backward()
+    for name, parameter in model.named_parameters():
+        assert_close(found[name], parameter.grad, 1e-9)
 
 
 @every_variant

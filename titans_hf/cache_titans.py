@@ -111,6 +111,8 @@ class Step:
 
 def compact(x: Tensor) -> Tensor:
     """A tensor that owns just its own bytes: a view would keep the whole prefill alive."""
+    if torch.compiler.is_compiling():  # sizes may be symbols
+        return x.clone()
     return x if x.untyped_storage().nbytes() == x.nbytes and x.is_contiguous() else x.clone()
 
 
@@ -370,14 +372,22 @@ class TitansCacheLayer(CacheLayerMixin):
         if removed_columns == self.columns:
             self.reset()
             return
-        removed = self.recent[:, -removed_columns:].sum(1)  # [B] real tokens
-        self._rewind_memory(removed)
-        self.carry.tails = {name: _drop_last(tail, removed) for name, tail in self.carry.tails.items()}
-        self.seen = self.seen - removed
+        self._take_back(self.recent[:, -removed_columns:].sum(1))
         self.recent = torch.cat((torch.zeros_like(self.recent), self.recent), dim=1)[:, -removed_columns - REWIND :]
         self.recent = self.recent[:, :REWIND].clone()
         self.columns -= removed_columns
         self.rewindable -= removed_columns
+
+    def hide(self, hidden: Tensor) -> None:
+        """Take back the tokens of the columns that `hidden` [B, REWIND] names: the last real ones of their rows."""
+        self._take_back(hidden.sum(1))
+        self.recent = self.recent & ~hidden
+
+    def _take_back(self, removed: Tensor) -> None:
+        """Forget each row's last `removed` [B] real tokens."""
+        self._rewind_memory(removed)
+        self.carry.tails = {name: _drop_last(tail, removed) for name, tail in self.carry.tails.items()}
+        self.seen = self.seen - removed
 
     def check_crop(self, removed_columns: int) -> None:
         if removed_columns > self.rewindable:
@@ -511,6 +521,33 @@ def _copy_layer(layer: TitansCacheLayer) -> TitansCacheLayer:
         twin.columns = layer.columns.clone()
     twin.map(Tensor.clone)
     return twin
+
+
+def hide_past(cache: Cache, visible: Tensor) -> None:
+    """Take back tokens that a later mask of the past, [B, columns] bool, shows as padding.
+
+    `generate` pads rows that have ended while others go on, and reads that padding: masked in the next call, it must
+    not stay in the memory. Only a row's last tokens can be taken back; padding that becomes visible was never read.
+    """
+    layer = cache.layers[0]
+    missing = layer.seen - visible.sum(1)  # [B] tokens read that the mask does not show, if positive
+    hidden = torch.zeros_like(visible)
+    if layer.recent is not None:
+        width = min(REWIND, visible.shape[1])
+        hidden = torch.zeros_like(layer.recent)
+        hidden[:, REWIND - width :] = layer.recent[:, REWIND - width :] & ~visible[:, -width:]
+    if not bool((missing > 0).any()) and not bool(hidden.any()):
+        return
+    reach = torch.arange(hidden.shape[1], device=hidden.device) >= hidden.shape[1] - layer.rewindable
+    behind = hidden.cumsum(1) > 0
+    exposed = layer.recent is None or bool((layer.recent & ~hidden & behind).any())
+    if exposed or bool((missing > hidden.sum(1)).any()) or bool((hidden & ~reach).any()):
+        raise ValueError(
+            "`attention_mask` hides tokens that `past_key_values` has read and cannot take back: it can for the last "
+            f"tokens of a row, up to {REWIND} columns back. Start with a fresh cache, or keep a `clone()`."
+        )
+    for layer in cache.layers:
+        layer.hide(hidden)
 
 
 def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int, dtype: torch.dtype) -> None:

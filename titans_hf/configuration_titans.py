@@ -2,6 +2,8 @@
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 VARIANTS = ("mac", "mag", "mal", "lmm")
 MEMORY_GATES = ("token", "chunk")
@@ -106,6 +108,15 @@ class TitansConfig(PreTrainedConfig):
         self.check()
         super().__post_init__(**{"auto_map": dict(AUTO_MAP), **kwargs})
 
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        """As in transformers. `variant="fp16"`, given to `from_pretrained`, names a weight file: it is handed back."""
+        weight_file = {}
+        if "variant" in kwargs and kwargs["variant"] not in VARIANTS:
+            weight_file["variant"] = kwargs.pop("variant")
+        found = super().from_dict(config_dict, **kwargs)
+        return (found[0], {**found[1], **weight_file}) if isinstance(found, tuple) else found
+
     @property
     def layer_types(self) -> list[str]:
         """The cache layer of every block. Derived, never saved: tools without this package do not know the name."""
@@ -138,6 +149,12 @@ class TitansConfig(PreTrainedConfig):
         for field in POSITIVE_FIELDS:
             if getattr(self, field) < 1:
                 raise ValueError(f"`{field}` must be at least 1, got {getattr(self, field)}")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be one of transformers' activations, got {self.hidden_act!r}")
+        rope = self.rope_parameters.get("rope_type", "default")
+        if rope != "default" and rope not in ROPE_INIT_FUNCTIONS:
+            known = ("default", *ROPE_INIT_FUNCTIONS)
+            raise ValueError(f"`rope_parameters` must have a `rope_type` of {known}, got {rope!r}")
         if self.num_persistent_tokens < 0:
             raise ValueError(f"`num_persistent_tokens` must not be negative, got {self.num_persistent_tokens}")
         if self.num_attention_heads % self.num_key_value_heads:

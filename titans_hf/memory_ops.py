@@ -400,7 +400,8 @@ def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | 
         The outputs [B, H, N, C, D], and weights and momentum after each row's last chunk.
     """
     step = _chunk
-    if torch.is_grad_enabled():
+    # checkpoints rest on saved-tensor hooks, which torch.func's transforms do not have
+    if torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
 
         def step(*args):
             return checkpoint(_chunk, *args, use_reentrant=False, preserve_rng_state=False)

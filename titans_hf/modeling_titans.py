@@ -17,6 +17,10 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
@@ -31,7 +35,7 @@ except ImportError:
 
 
 from .attention_titans import Rows, SegmentAttention, TitansRotaryEmbedding
-from .cache_titans import LOG_LIMIT, REWIND, Step, TitansCache, TitansCacheLayer, check_cache
+from .cache_titans import LOG_LIMIT, REWIND, Step, TitansCache, TitansCacheLayer, check_cache, hide_past
 from .configuration_titans import TitansConfig
 from .documents_titans import Documents, find_documents
 from .memory_ops import PackedRows
@@ -298,7 +302,10 @@ class TitansModel(TitansPreTrainedModel):
             return TitansCache(self.config) if use_cache and not checkpointing else None
         check_cache(cache, self.config, batch_size, self.norm.weight.dtype)
         if checkpointing:
-            raise ValueError("gradient checkpointing cannot go on from `past_key_values`: switch one of them off")
+            raise ValueError(
+                "gradient checkpointing cannot go on from `past_key_values`: call `model.eval()` to generate, or "
+                "switch one of them off"
+            )
         return cache
 
     def _new_token_mask(self, attention_mask, shape: tuple[int, int], cache: Cache | None) -> Tensor | None:
@@ -312,6 +319,8 @@ class TitansModel(TitansPreTrainedModel):
             got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
             lengths = f"{T} or {past + T}" if past else T
             raise ValueError(f"`attention_mask` must be [{B}, {lengths}] (batch, tokens), got {got}")
+        if past and attention_mask.shape[1] == past + T:
+            hide_past(cache, attention_mask[:, :past].bool())
         mask = attention_mask[:, -T:].bool()
         return mask if compiling or not bool(mask.all()) else None
 
@@ -443,6 +452,24 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
             "with a left-padded batch"
         )
 
+    def _get_candidate_generator(self, *args, **kwargs):
+        """As in transformers, with drafts no longer than the cache can take back."""
+        drafts = super()._get_candidate_generator(*args, **kwargs)
+        update = drafts.update_candidate_strategy
+
+        def limit():
+            for name in ("num_assistant_tokens", "num_output_tokens"):
+                if hasattr(drafts, name):
+                    setattr(drafts, name, min(getattr(drafts, name), REWIND - 1))
+
+        def update_within_limit(*args, **kwargs):
+            update(*args, **kwargs)
+            limit()
+
+        limit()
+        drafts.update_candidate_strategy = update_within_limit
+        return drafts
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         """As in transformers, with a `TitansCache` where it would make a `DynamicCache`: that can be cloned."""
         kind = generation_config.cache_implementation
@@ -468,5 +495,9 @@ class TitansForSequenceClassification(GenericForSequenceClassification, TitansPr
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
+
+# Trainer (label smoothing) and pipelines ask these tables by class name; `AutoModel...register` does not fill them.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["titans"] = "TitansForCausalLM"
+MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["titans"] = "TitansForSequenceClassification"
 
 __all__ = ["TitansForCausalLM", "TitansForSequenceClassification", "TitansModel", "TitansPreTrainedModel"]
