@@ -320,11 +320,6 @@ class TitansCacheLayer(CacheLayerMixin):
             raise AttributeError("the cache is empty")
         return self.carry.memory.weights[0].shape[0]
 
-    def without(self, name: str) -> "LayerCarry":
-        """The same carry without one of its tails."""
-        tails = {key: tail for key, tail in self.tails.items() if key != name}
-        return LayerCarry(self.memory, tails, self.fixed, self.segment_weights)
-
     def tensors(self) -> list[Tensor]:
         """Every tensor the layer keeps."""
         if self.carry is None:
