@@ -519,12 +519,14 @@ def _copy_layer(layer: TitansCacheLayer) -> TitansCacheLayer:
 
 
 def hide_past(cache: Cache, visible: Tensor) -> None:
-    """Take back tokens that a later mask of the past, [B, columns] bool, shows as padding.
+    """Take back tokens that a later mask of the past, [B, columns] bool, or [B, 0] for none, shows as padding.
 
     `generate` pads rows that have ended while others go on, and reads that padding: masked in the next call, it must
     not stay in the memory. Only a row's last tokens can be taken back; padding that becomes visible was never read.
     """
     layer = cache.layers[0]
+    if layer.carry is None or visible.shape[1] == 0:
+        return
     missing = layer.seen - visible.sum(1)  # [B] tokens read that the mask does not show, if positive
     hidden = torch.zeros_like(visible)
     if layer.recent is not None:

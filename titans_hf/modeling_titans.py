@@ -227,12 +227,16 @@ class TitansModel(TitansPreTrainedModel):
         cache = self._open_cache(past_key_values, use_cache, given.shape[0])
         mask = self._new_token_mask(attention_mask, given.shape[:2], cache)
         documents = self._find_documents(given, mask, position_ids, kwargs)
+        if documents is not None:
+            self._check_packed(past_key_values, use_cache, output_attentions)
+            cache = None
+        if cache is not None and attention_mask is not None and not torch.compiler.is_compiling():
+            hide_past(cache, attention_mask[:, : -given.shape[1]].bool())
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if documents is None:
             passes = self._passes(embeds, mask, cache, whole=output_attentions)
         else:
-            self._check_packed(past_key_values, use_cache, output_attentions)
-            cache, passes = None, [(documents.pack(embeds), documents, documents)]
+            passes = [(documents.pack(embeds), documents, documents)]
         options = {"read_only": memory_read_only, "output_attentions": output_attentions}
         found = [self._run(*one, cache, output_hidden_states, **options) for one in passes]
         if cache is not None:
@@ -319,8 +323,6 @@ class TitansModel(TitansPreTrainedModel):
             got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
             lengths = f"{T} or {past + T}" if past else T
             raise ValueError(f"`attention_mask` must be [{B}, {lengths}] (batch, tokens), got {got}")
-        if past and attention_mask.shape[1] == past + T:
-            hide_past(cache, attention_mask[:, :past].bool())
         mask = attention_mask[:, -T:].bool()
         return mask if compiling or not bool(mask.all()) else None
 
