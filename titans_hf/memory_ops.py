@@ -93,7 +93,7 @@ class PackedRows:
         return torch.where(self._like(self.mask, x), self._take(x, self.rank), x.new_zeros(()))
 
     def spread(self, x: Tensor, before: Tensor | None = None) -> Tensor:
-        """[B, width, ...] back to [B, T, ...]; padding repeats the row's last token, or `before` [B, ...] its first."""
+        """[B, width, ...] back to [B, T, ...]; padding repeats the token before it, the first `before` [B, ...]."""
         before = x.new_zeros(()) if before is None else before[:, None]
         return torch.where(self._like(self.started, x), self._take(x, self.rank), before)
 
@@ -420,15 +420,16 @@ def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | 
     return torch.stack(outputs, dim=2), weights, momentum
 
 
-def _pick_scan(backend: str) -> Callable:
-    """The implementation of `scan_chunks`."""
+def _pick_scan(backend: str, weights: tuple[Tensor, ...], chunk_size: int) -> Callable:
+    """The implementation of `scan_chunks`. What it cannot serve is refused here, before a token is read."""
     if backend != "triton":
         return scan_chunks
     try:
-        from titans_kernels.scan import scan_chunks as by_triton
+        from titans_kernels import scan
     except ImportError as error:
         raise ValueError("`backend='triton'` needs the kernels: pip install 'titans-hf[kernels]'") from error
-    return by_triton
+    scan.check(weights, chunk_size)
+    return scan.scan_chunks
 
 
 def _read_from_line(state: MemoryState, tokens, counts: Tensor | None, chunk_size: int, max_surprise, scan: Callable):
@@ -584,10 +585,10 @@ def neural_memory(
         The outputs [B, T, H, D] in the dtype of `q`, and the state after the last token.
     """
     _check(q, k, v, theta, eta, alpha, state, chunk_size, max_surprise, mask, lengths, backend)
-    scan = _pick_scan(backend)
     dtype = state_dtype(q.dtype)
     tokens = [x.to(dtype) for x in (q, k, v, theta, eta, alpha)]
     state = state.map(lambda x: x.to(dtype) if x.is_floating_point() else x)
+    scan = _pick_scan(backend, state.weights, chunk_size)
     with without_autocast(q):
         if backend == "recurrent":
             if lengths is not None:

@@ -50,12 +50,22 @@ def _cap(x_squared, error_squared, max_surprise, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _update(W, S, x, error, write_M, write_S, decay, drift, momentum, PRECISION: tl.constexpr):
-    """A block of weights and momentum after a chunk: its gradients are outer products `x_i error_i^T`."""
-    x = tl.trans(x)
-    new_W = decay * W + drift * S - tl.dot(x, write_M[:, None] * error, input_precision=PRECISION)
-    new_S = momentum * S - tl.dot(x, write_S[:, None] * error, input_precision=PRECISION)
-    return new_W, new_S
+def _end_of_chunk(step, write_S, decay, drift, momentum, chunk, C: tl.constexpr):
+    """The coefficients after a chunk: of `M_0` and `S_0` in `M`, of `S_0` in `S`, and of the gradients in each."""
+    last, t = chunk * C + C - 1, tl.arange(0, C)
+    in_M, in_S = tl.load(step + last * C + t), tl.load(write_S + chunk * C + t)
+    return tl.load(decay + last), tl.load(drift + last), tl.load(momentum + last), in_M, in_S
+
+
+@triton.jit
+def _update(W, S, block, size, x, error, end, PRECISION: tl.constexpr):
+    """A block of weights and momentum, `size` numbers on, after a chunk of gradients `x_i error_i^T`."""
+    M_of_M, M_of_S, S_of_S, in_M, in_S = end
+    old_W, old_S, x = tl.load(W + block), tl.load(S + block), tl.trans(x)
+    new_W = M_of_M * old_W + M_of_S * old_S - tl.dot(x, in_M[:, None] * error, input_precision=PRECISION)
+    new_S = S_of_S * old_S - tl.dot(x, in_S[:, None] * error, input_precision=PRECISION)
+    tl.store(W + block + size, new_W)
+    tl.store(S + block + size, new_S)
 
 
 @triton.jit
@@ -83,19 +93,11 @@ def linear_states_kernel(
             tl.store(error + tokens + f[None, :], E)
         scale = _cap(tl.sum(K * K, axis=1), error_squared, max_surprise, CAPPED)
         tl.debug_barrier()  # the errors were written by other threads
-        last = chunk * C + C - 1
-        M_decay, M_drift, S_decay = tl.load(decay + last), tl.load(drift + last), tl.load(momentum + last)
-        M_write = tl.load(step + last * C + t)
-        S_write = tl.load(write_S + chunk * C + t)
+        end = _end_of_chunk(step, write_S, decay, drift, momentum, chunk, C)
         for start in range(0, D, BF):
             f = start + tl.arange(0, BF)
             E = tl.load(error + tokens + f[None, :]) * scale[:, None]
-            block = slot + d[:, None] * D + f[None, :]
-            new_W, new_S = _update(
-                tl.load(W + block), tl.load(S + block), K, E, M_write, S_write, M_decay, M_drift, S_decay, PRECISION
-            )
-            tl.store(W + block + D * D, new_W)
-            tl.store(S + block + D * D, new_S)
+            _update(W, S, slot + d[:, None] * D + f[None, :], D * D, K, E, end, PRECISION)
             tl.store(error + tokens + f[None, :], E)
         tl.debug_barrier()  # the next chunk starts from what all threads have written
 
@@ -173,27 +175,14 @@ def mlp_states_kernel(
         E2 *= _cap(hidden_squared, tl.sum(E2 * E2, axis=1), max_surprise, CAPPED)[:, None]
         tl.store(error2 + tokens + d[None, :], E2)
         tl.debug_barrier()  # activations and errors were written by other threads
-        last = chunk * C + C - 1
-        M_decay, M_drift, S_decay = tl.load(decay + last), tl.load(drift + last), tl.load(momentum + last)
-        M_write = tl.load(step + last * C + t)
-        S_write = tl.load(write_S + chunk * C + t)
+        end = _end_of_chunk(step, write_S, decay, drift, momentum, chunk, C)
         for start in range(0, F, BF):
             f = start + tl.arange(0, BF)
             E1 = tl.load(error1 + wide + f[None, :]) * scale1[:, None]
-            block = slot + d[:, None] * F + f[None, :]
-            new_W, new_S = _update(
-                tl.load(W1 + block), tl.load(S1 + block), K, E1, M_write, S_write, M_decay, M_drift, S_decay, PRECISION
-            )
-            tl.store(W1 + block + D * F, new_W)
-            tl.store(S1 + block + D * F, new_S)
+            _update(W1, S1, slot + d[:, None] * F + f[None, :], D * F, K, E1, end, PRECISION)
             tl.store(error1 + wide + f[None, :], E1)
             A = tl.load(hidden + wide + f[None, :])
-            block = slot + f[:, None] * D + d[None, :]
-            new_W, new_S = _update(
-                tl.load(W2 + block), tl.load(S2 + block), A, E2, M_write, S_write, M_decay, M_drift, S_decay, PRECISION
-            )
-            tl.store(W2 + block + D * F, new_W)
-            tl.store(S2 + block + D * F, new_S)
+            _update(W2, S2, slot + f[:, None] * D + d[None, :], D * F, A, E2, end, PRECISION)
         tl.debug_barrier()  # the next chunk starts from what all threads have written
 
 

@@ -10,7 +10,7 @@ from .kernels import (
     mlp_outputs_kernel,
     mlp_states_kernel,
 )
-from .scan import BLOCK, NUM_WARPS, QUERIES
+from .scan import BLOCK, NUM_WARPS, PRECISION, QUERIES
 
 
 def _with_room(start: Tensor, chunks: int) -> Tensor:
@@ -30,7 +30,7 @@ def forward(weights, momentum, q, k, v, theta, eta, alpha, chunks, max_surprise)
 
     states = [_with_room(x, N) for x in (*weights, *momentum)]
     depth, hidden = len(weights), weights[0].shape[-1]
-    shape = dict(H=H, N=N, PRECISION="tf32" if q.dtype == torch.bfloat16 else "ieee", C=C, D=D, BF=min(BLOCK, hidden))
+    shape = dict(H=H, N=N, PRECISION=PRECISION, C=C, D=D, BF=BLOCK)
     cap = dict(max_surprise=max_surprise or 0.0, CAPPED=max_surprise is not None)
     y, BQ = new(C, D), min(QUERIES, C)
     if depth == 1:

@@ -16,34 +16,31 @@ MAX_HIDDEN = 512
 BLOCK = 16  # hidden columns that are in registers at a time
 QUERIES = 16  # tokens of a chunk that one program of the outputs kernel reads
 NUM_WARPS = 8
+PRECISION = "ieee"  # of the products: tokens come in float32
 
 
-def unsupported(weights, q: Tensor) -> str | None:
-    """Why the kernels cannot serve these shapes, or None."""
-    C, D = q.shape[-2:]
-    hidden = weights[0].shape[-1]
-    if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "CPU tensors: Triton compiles for GPUs"
-    if weights[0].dtype != torch.float32:
-        return f"a state in {weights[0].dtype}: the kernels keep it in float32"
-    if len(weights) > MAX_DEPTH:
-        return f"a memory of {len(weights)} layers: the kernels have 1 or {MAX_DEPTH}"
-    if C not in CHUNKS:
-        return f"a chunk of {C} tokens: the kernels take {CHUNKS}"
-    if D not in WIDTHS:
-        return f"a head width of {D}: the kernels take {WIDTHS}"
-    if hidden % BLOCK:
-        return f"a hidden width of {hidden}: the kernels take multiples of {BLOCK}"
-    if hidden > MAX_HIDDEN:
-        return f"a hidden width of {hidden}: the kernels take at most {MAX_HIDDEN}"
-    return None
+def check(weights, chunk_size: int) -> None:
+    """Refuse a memory that the kernels do not serve, naming what they do."""
+    first = weights[0]
+    width, hidden = first.shape[-2:]
+    for refused, what in (
+        (first.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", "CPU tensors, only those of GPUs"),
+        (first.dtype != torch.float32, f"a state in {first.dtype}, only in float32"),
+        (len(weights) > MAX_DEPTH, f"a memory of {len(weights)} layers, only of 1 or {MAX_DEPTH}"),
+        (chunk_size not in CHUNKS, f"a chunk of {chunk_size} tokens, only of {CHUNKS}"),
+        (width not in WIDTHS, f"a head width of {width}, only of {WIDTHS}"),
+        (
+            hidden % BLOCK or hidden > MAX_HIDDEN,
+            f"a hidden width of {hidden}, only multiples of {BLOCK} to {MAX_HIDDEN}",
+        ),
+    ):
+        if refused:
+            raise ValueError(f"`backend='triton'` does not serve {what}. Use 'torch'")
 
 
 def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | None, max_surprise: float | None):
     """As `titans_hf.memory_ops.scan_chunks`, which is its definition."""
-    reason = unsupported(weights, q)
-    if reason is not None:
-        raise ValueError(f"`backend='triton'` does not serve {reason}. Use 'torch'")
+    check(weights, q.shape[-2])
     if chunks is None:
         chunks = torch.full(q.shape[:1], q.shape[2], device=q.device)  # [B]
     y, *states = torch.ops.titans.scan_chunks(
