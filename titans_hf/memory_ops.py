@@ -420,7 +420,7 @@ def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | 
     return torch.stack(outputs, dim=2), weights, momentum
 
 
-def _pick_scan(backend: str, weights: tuple[Tensor, ...], chunk_size: int) -> Callable:
+def _pick_scan(backend: str, weights: tuple[Tensor, ...], q: Tensor, chunk_size: int) -> Callable:
     """The implementation of `scan_chunks`. What it cannot serve is refused here, before a token is read."""
     if backend != "triton":
         return scan_chunks
@@ -428,7 +428,7 @@ def _pick_scan(backend: str, weights: tuple[Tensor, ...], chunk_size: int) -> Ca
         from titans_kernels import scan
     except ImportError as error:
         raise ValueError("`backend='triton'` needs the kernels: pip install 'titans-hf[kernels]'") from error
-    scan.check(weights, chunk_size)
+    scan.check(weights, q, chunk_size)
     return scan.scan_chunks
 
 
@@ -588,7 +588,7 @@ def neural_memory(
     dtype = state_dtype(q.dtype)
     tokens = [x.to(dtype) for x in (q, k, v, theta, eta, alpha)]
     state = state.map(lambda x: x.to(dtype) if x.is_floating_point() else x)
-    scan = _pick_scan(backend, state.weights, chunk_size)
+    scan = _pick_scan(backend, state.weights, tokens[0], chunk_size)
     with without_autocast(q):
         if backend == "recurrent":
             if lengths is not None:

@@ -1,54 +1,155 @@
-"""Launches the kernels: shapes, buffers and grids. Imported only where Triton runs."""
+"""Launches the kernels: buffers, grids and the order of things. Imported only where Triton runs.
+
+A row's chunks are worked through in pieces of `PIECE`, so that what lies between the kernels has a size of its own and
+not the sequence's. Tensors go to the kernels by name: a kernel's argument is what `Piece.bound` holds under that name.
+"""
+
+import math
 
 import torch
 from torch import Tensor
 
-from .kernels import (
-    coefficients_kernel,
-    linear_outputs_kernel,
-    linear_states_kernel,
-    mlp_outputs_kernel,
-    mlp_states_kernel,
-)
-from .scan import BLOCK, NUM_WARPS, PRECISION, QUERIES
+from .backward import gates_backward_kernel, read_backward_kernel, write_backward_kernel
+from .decode import token_kernel
+from .forward import coefficients_kernel, linear_states_kernel, outputs_kernel, states_kernel
+from .served import GROUP, PIECE, Shape, precision_of, shape_of
+
+TOKENS = ("q", "k", "v", "theta", "eta", "alpha")
 
 
-def _with_room(start: Tensor, chunks: int) -> Tensor:
-    """States [B, H, N + 1, in, out] whose first slot holds the start."""
-    B, H = start.shape[:2]
-    states = start.new_empty(B, H, chunks + 1, *start.shape[2:], dtype=torch.float32)
-    states[:, :, 0] = start
-    return states
+def state_names(depth: int, prefix: str = "") -> list[str]:
+    """Weights of each layer, then momentum of each layer."""
+    return [f"{prefix}{letter}{layer}" for letter in "WS" for layer in range(1, depth + 1)]
 
 
-def forward(weights, momentum, q, k, v, theta, eta, alpha, chunks, max_surprise) -> list[Tensor]:
-    B, H, N, C, D = q.shape
-    q, k, v, theta, eta, alpha = (x.contiguous() for x in (q, k, v, theta, eta, alpha))
-    new = lambda *shape: q.new_empty(B, H, N, *shape, dtype=torch.float32)  # noqa: E731
-    step, write_S, decay, drift, kept = new(C, C), new(C), new(C), new(C), new(C)
-    coefficients_kernel[(B * H * N,)](theta, eta, alpha, step, write_S, decay, drift, kept, C=C, num_warps=1)
+def run(kernel, grid: tuple[int, ...], shape: Shape, bound: dict) -> None:
+    """Launch a kernel with the arguments that `bound` has for it."""
+    kernel[grid](**{name: bound[name] for name in kernel.arg_names}, **shape.options(kernel.__name__))
 
-    states = [_with_room(x, N) for x in (*weights, *momentum)]
-    depth, hidden = len(weights), weights[0].shape[-1]
-    shape = dict(H=H, N=N, PRECISION=PRECISION, C=C, D=D, BF=BLOCK)
-    cap = dict(max_surprise=max_surprise or 0.0, CAPPED=max_surprise is not None)
-    y, BQ = new(C, D), min(QUERIES, C)
-    if depth == 1:
-        (W, S), error = states, new(C, D)
-        linear_states_kernel[(B * H,)](
-            k, v, step, write_S, decay, drift, kept, W, S, error, chunks, **cap, **shape, num_warps=NUM_WARPS
+
+class Piece:
+    """Up to `PIECE` chunks of a scan from chunk `first`, and everything the kernels make of them.
+
+    Args:
+        starts: weights and momentum of each layer at the piece's start, [B, H, in, out].
+        tokens: the whole scan's tokens and gates, by name, [B, H, N, C, ...], contiguous.
+        chunks: [B] chunks of each row, int32.
+    """
+
+    def __init__(self, starts: list[Tensor], tokens: dict[str, Tensor], chunks: Tensor, max_surprise, first: int):
+        q = tokens["q"]
+        self.B, self.H, N, C, _ = q.shape
+        self.depth, self.first, self.P = len(starts) // 2, first, min(PIECE, N - first)
+        self.shape, self.like = shape_of(starts[: self.depth], C), starts[0]
+        self.row = torch.arange(self.B, device=q.device)
+        self.count = (chunks - first).clamp(0, self.P)  # [B] chunks of each row in this piece
+        self.bound = dict(
+            **tokens,
+            **self.shape.constants(),
+            chunks=chunks,
+            first=first,
+            N=N,
+            P=self.P,
+            H=self.H,
+            PRECISION=precision_of(q),
+            max_surprise=math.inf if max_surprise is None else max_surprise,
         )
-        linear_outputs_kernel[(N * C // BQ, B * H)](
-            q, k, step, decay, drift, W, S, error, y, chunks, **shape, BQ=BQ, num_warps=NUM_WARPS
-        )
-    else:
-        W1, W2, S1, S2 = states
-        factors, shape["F"] = (new(C, hidden), new(C, hidden), new(C, D)), hidden
-        mlp_states_kernel[(B * H,)](
-            k, v, step, write_S, decay, drift, kept, W1, S1, W2, S2, *factors, chunks, **cap, **shape,
-            num_warps=NUM_WARPS,
-        )  # fmt: skip
-        mlp_outputs_kernel[(N * C // BQ, B * H)](
-            q, k, step, decay, drift, W1, S1, W2, S2, *factors, y, chunks, **shape, BQ=BQ, num_warps=NUM_WARPS
-        )
-    return [y, *states]
+        if self.depth == 1:  # a kernel for both depths never touches the second layer of one
+            second = (*"W2 S2 pre hidden through error2 scale2".split(), *"d_W2 d_S2 d_hidden d_error2".split())
+            self.bound |= dict.fromkeys((*second, "read", "d_read"), self.like)
+
+    def room(self, **shapes: tuple[int, ...]) -> None:
+        """New buffers [B, H, *shape] in float32."""
+        self.bound |= {name: self.like.new_empty(self.B, self.H, *shape) for name, shape in shapes.items()}
+
+    def room_for_states(self, prefix: str = "") -> list[Tensor]:
+        """Buffers [B, H, P + 1, in, out] for weights and momentum at every boundary."""
+        D, F = self.shape.width, self.shape.hidden
+        sizes = {1: (D, F), 2: (F, D)}
+        names = state_names(self.depth, prefix)
+        self.room(**{name: (self.P + 1, *sizes[int(name[-1])]) for name in names})
+        return [self.bound[name] for name in names]
+
+    def run(self, kernel, *grid: int, **own) -> None:
+        run(kernel, grid, self.shape, self.bound | own)
+
+    def coefficients(self, keep: bool) -> None:
+        P, C = self.P, self.shape.chunk
+        self.room(step=(P, C, C), in_S=(P, C, C), decay=(P, C), drift=(P, C), momentum=(P, C))
+        self.run(coefficients_kernel, P, self.B * self.H, KEEP=keep)
+
+    def states(self, group: int, keep: bool) -> None:
+        """Fill the states behind the start of every group of chunks; `keep` what the backward asks for."""
+        P, C, D, F = self.P, self.shape.chunk, self.shape.width, self.shape.hidden
+        self.room(error1=(P, C, F), scale1=(P, C))
+        if self.depth == 2:
+            self.room(pre=(P, C, F), hidden=(P, C, F), error2=(P, C, D), scale2=(P, C))
+            self.room(through=(P, C, F) if keep else ())
+        kernel = linear_states_kernel if self.shape.on_chip else states_kernel
+        self.run(kernel, math.ceil(P / group), self.B * self.H, GROUP=group, KEEP=keep)
+
+    def outputs(self, y: Tensor) -> None:
+        blocks = self.P * self.shape.chunk // self.shape.constants()["BQ"]
+        self.run(outputs_kernel, blocks, self.B * self.H, y=y)
+
+    def read_backward(self, dy: Tensor) -> None:
+        P, C, D, F = self.P, self.shape.chunk, self.shape.width, self.shape.hidden
+        self.room(overlap=(P, C, C), work=(P, C, C), d_step=(P, C, C), d_decay=(P, C), d_drift=(P, C))
+        self.room(d_k=(P, C, D), d_error1=(P, C, F))
+        if self.depth == 2:
+            self.room(read=(P, 2, C, F), d_read=(P, C, F), d_hidden=(P, C, F), d_error2=(P, C, D))
+        self.run(read_backward_kernel, P, self.B * self.H, dy=dy)
+
+    def write_backward(self) -> None:
+        P, C = self.P, self.shape.chunk
+        self.room(d_to_M=(P, C), d_to_S=(P, C), d_end=(P, 3))
+        self.run(write_backward_kernel, self.B * self.H)
+
+    def gates_backward(self) -> None:
+        self.run(gates_backward_kernel, self.P, self.B * self.H)
+
+
+def _contiguous_tokens(tokens: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return {name: x.contiguous() for name, x in zip(TOKENS, tokens, strict=True)}
+
+
+def forward(starts: list[Tensor], tokens, chunks: Tensor, max_surprise, keep: bool) -> list[Tensor]:
+    """Outputs, end states, and, to `keep` for the backward, the states at every `GROUP`-th chunk's start."""
+    tokens = _contiguous_tokens(tokens)
+    N, y, kept = tokens["q"].shape[2], torch.empty_like(tokens["q"]), []
+    for first in range(0, N, PIECE):
+        piece = Piece(starts, tokens, chunks, max_surprise, first)
+        states = piece.room_for_states()
+        for state, start in zip(states, starts, strict=True):
+            state[:, :, 0] = start
+        piece.coefficients(keep=False)
+        piece.states(group=piece.P, keep=False)
+        piece.outputs(y)
+        starts = [state[piece.row, :, piece.count] for state in states]
+        kept.append([state[:, :, : piece.P : GROUP] for state in states])
+    checkpoints = [torch.cat(parts, dim=2) if keep else parts[0].new_empty(0) for parts in zip(*kept, strict=True)]
+    return [y, *starts, *checkpoints]
+
+
+def backward(dy: Tensor, d_ends: list[Tensor], checkpoints: list[Tensor], tokens, chunks, max_surprise) -> list[Tensor]:
+    """Gradients of the start states and of tokens and gates."""
+    tokens, dy = _contiguous_tokens(tokens), dy.contiguous()
+    found = {name: torch.zeros_like(x) for name, x in tokens.items()}
+    gradients = {f"d_{name}" if name in ("theta", "eta", "alpha") else f"d{name}": x for name, x in found.items()}
+    for first in reversed(range(0, tokens["q"].shape[2], PIECE)):
+        groups = slice(first // GROUP, first // GROUP + PIECE // GROUP)
+        starts = [x[:, :, groups] for x in checkpoints]
+        piece = Piece([x[:, :, 0] for x in starts], tokens, chunks, max_surprise, first)
+        piece.bound |= gradients
+        for state, start in zip(piece.room_for_states(), starts, strict=True):
+            state[:, :, : piece.P : GROUP] = start
+        d_states = piece.room_for_states("d_")
+        for d_state, d_end in zip(d_states, d_ends, strict=True):
+            d_state[piece.row, :, piece.count] = d_end
+        piece.coefficients(keep=True)
+        piece.states(group=GROUP, keep=True)
+        piece.read_backward(dy)
+        piece.write_backward()
+        piece.gates_backward()
+        d_ends = [d_state[:, :, 0] for d_state in d_states]
+    return [*(x.clone() for x in d_ends), *found.values()]

@@ -1,0 +1,164 @@
+"""One token in one kernel: written into the open chunk and read, the step of decoding.
+
+The kernel writes the whole next state beside the old one: a carried state is never changed in place, nothing waits for
+the host to learn whether a chunk is full, and every step is the same launch, which a CUDA graph can hold.
+
+Axis letters as in `forward.py`; slots are the C places of the open chunk. Everything is contiguous.
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import cap, load_tile, silu, silu_slope, store_tile
+
+
+@triton.jit
+def _coefficients_at(theta, eta, alpha, new_theta, new_eta, new_alpha, here, slot, i, C: tl.constexpr):
+    """The coefficients after the token in `slot`: the walk of `coefficients_kernel` over the slots up to it."""
+    size = tl.where(i == slot, new_theta, tl.load(theta + here + i))
+    to_S, to_M = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    S_of_S, M_of_S, M_of_M = 1.0, 0.0, 1.0
+    for s in range(slot + 1):
+        keep = tl.where(s == slot, new_eta, tl.load(eta + here + s))
+        stay = 1.0 - tl.where(s == slot, new_alpha, tl.load(alpha + here + s))
+        to_S = keep * to_S + tl.where(i == s, size, 0.0)
+        to_M = stay * to_M + to_S
+        S_of_S = keep * S_of_S
+        M_of_S = stay * M_of_S + S_of_S
+        M_of_M = stay * M_of_M
+    return M_of_M, M_of_S, S_of_S, to_M, to_S
+
+
+@triton.jit
+def _next_gate(gate, next_gate, new, here, i, written):
+    """A gate's slots with the new token's in its place."""
+    tl.store(next_gate + here + i, tl.where(i == written, new, tl.load(gate + here + i)))
+
+
+@triton.jit
+def _next_factors(old, after, fresh, i, columns, written, WIDTH: tl.constexpr):
+    """Some columns of a layer's factors [C, WIDTH] with the new token's in its slot; also stored."""
+    tile = tl.where((i == written)[:, None], fresh[None, :], load_tile(old, i, columns, WIDTH, 1))
+    store_tile(after, i, columns, WIDTH, tile)
+    return tile
+
+
+@triton.jit
+def _next_state(
+    W, S, next_W, next_S, x, error, M_of_M, M_of_S, S_of_S, to_M, to_S, i, closes,
+    IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Weights and momentum at the next boundary if the token closes the chunk, a copy of the old ones if not."""
+    for a_start in range(0, IN, BI):
+        a = a_start + tl.arange(0, BI)
+        for b_start in range(0, OUT, BO):
+            b = b_start + tl.arange(0, BO)
+            new_W, new_S = load_tile(W, a, b, OUT, 1), load_tile(S, a, b, OUT, 1)
+            if closes:
+                x_tile, error_tile = load_tile(x, a, i, 1, IN), load_tile(error, i, b, OUT, 1)
+                new_W = M_of_M * new_W + M_of_S * new_S
+                new_W -= tl.dot(x_tile, to_M[:, None] * error_tile, input_precision=PRECISION)
+                new_S = S_of_S * new_S - tl.dot(x_tile, to_S[:, None] * error_tile, input_precision=PRECISION)
+            store_tile(next_W, a, b, OUT, new_W)
+            store_tile(next_S, a, b, OUT, new_S)
+
+
+@triton.jit
+def token_kernel(
+    q, k, v, new_theta, new_eta, new_alpha, counts, length, theta, eta, alpha, W1, S1, W2, S2, x1, x2, error1, error2,
+    y, next_length, next_theta, next_eta, next_alpha, next_W1, next_S1, next_W2, next_S2,
+    next_x1, next_x2, next_error1, next_error2, fresh, max_surprise,
+    H: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
+    BF: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Read one token of every row that has one (`counts` [B] is 1, else 0). One program per (batch, head).
+
+    q, k, v, y [D]; new gates: one number; theta, eta, alpha [C]; W, S [in, out]; x1 [C, D], x2 [C, F], error1 [C, F],
+    error2 [C, D]; length [B]. `next_` of each is the state after the token. fresh [2, F]: room for the token's factors.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    batch, here, state = row // H, row * C, row * D * F
+    i, d = tl.arange(0, C), tl.arange(0, D)
+    slot, real = tl.load(length + batch), tl.load(counts + batch) > 0
+    written = tl.where(real, slot, C)  # a row without a token writes nowhere
+    closes = written == C - 1
+    if row % H == 0:
+        tl.store(next_length + batch, tl.where(closes, 0, slot + tl.where(real, 1, 0)))
+
+    size, keep, forget = (tl.load(new_theta + row), tl.load(new_eta + row), tl.load(new_alpha + row))
+    M_of_M, M_of_S, S_of_S, to_M, to_S = _coefficients_at(theta, eta, alpha, size, keep, forget, here, slot, i, C)
+    _next_gate(theta, next_theta, size, here, i, written)
+    _next_gate(eta, next_eta, keep, here, i, written)
+    _next_gate(alpha, next_alpha, forget, here, i, written)
+
+    Q, K = tl.load(q + row * D + d).to(tl.float32), tl.load(k + row * D + d).to(tl.float32)
+    V, k_squared = tl.load(v + row * D + d).to(tl.float32), tl.sum(K * K)
+    tile = _next_factors(x1 + here * D, next_x1 + here * D, K, i, d, written, D)
+    weight = to_M * tl.sum(tile * Q[None, :], axis=1)  # [C] of each gradient in the answer
+    fresh_x, fresh_error = fresh + row * 2 * F, fresh + row * 2 * F + F
+    error_squared = 0.0
+    if DEPTH == 1:
+        for start in range(0, F, BF):
+            f = start + tl.arange(0, BF)
+            E = tl.sum(K[:, None] * load_tile(W1 + state, d, f, F, 1), axis=0)
+            E = 2.0 * (E - tl.load(v + row * D + f).to(tl.float32))
+            error_squared += tl.sum(E * E)
+            tl.store(fresh_error + f, E)
+        tl.debug_barrier()  # here and below: what follows reads what other threads wrote
+        capped = cap(k_squared, error_squared, max_surprise)
+        for start in range(0, F, BF):
+            f = start + tl.arange(0, BF)
+            E = _next_factors(
+                error1 + here * F, next_error1 + here * F, capped * tl.load(fresh_error + f), i, f, written, F
+            )
+            Z = M_of_M * tl.sum(Q[:, None] * load_tile(W1 + state, d, f, F, 1), axis=0)
+            Z += M_of_S * tl.sum(Q[:, None] * load_tile(S1 + state, d, f, F, 1), axis=0)
+            Z -= tl.sum(weight[:, None] * E, axis=0)
+            tl.store(y + row * D + f, tl.where(real, Z, 0.0).to(y.dtype.element_ty))
+    else:
+        out, hidden_squared = tl.zeros((D,), tl.float32), 0.0
+        for start in range(0, F, BF):
+            f = start + tl.arange(0, BF)
+            Z = tl.sum(K[:, None] * load_tile(W1 + state, d, f, F, 1), axis=0)
+            A = silu(Z)
+            hidden_squared += tl.sum(A * A)
+            out += tl.sum(A[:, None] * load_tile(W2 + state, f, d, D, 1), axis=0)
+            tl.store(fresh_x + f, A)
+            tl.store(fresh_error + f, silu_slope(Z))
+        E2 = 2.0 * (out - V)
+        tl.debug_barrier()
+        for start in range(0, F, BF):
+            f = start + tl.arange(0, BF)
+            E = tl.sum(load_tile(W2 + state, f, d, D, 1) * E2[None, :], axis=1) * tl.load(fresh_error + f)
+            error_squared += tl.sum(E * E)
+            tl.debug_barrier()
+            tl.store(fresh_error + f, E)
+        tl.debug_barrier()
+        capped = cap(k_squared, error_squared, max_surprise)
+        Y, overlap = tl.zeros((D,), tl.float32), tl.zeros((C,), tl.float32)
+        for start in range(0, F, BF):
+            f = start + tl.arange(0, BF)
+            E = _next_factors(
+                error1 + here * F, next_error1 + here * F, capped * tl.load(fresh_error + f), i, f, written, F
+            )
+            Z = M_of_M * tl.sum(Q[:, None] * load_tile(W1 + state, d, f, F, 1), axis=0)
+            Z += M_of_S * tl.sum(Q[:, None] * load_tile(S1 + state, d, f, F, 1), axis=0)
+            X = silu(Z - tl.sum(weight[:, None] * E, axis=0))
+            tile = _next_factors(x2 + here * F, next_x2 + here * F, tl.load(fresh_x + f), i, f, written, F)
+            overlap += tl.sum(tile * X[None, :], axis=1)
+            Y += M_of_M * tl.sum(X[:, None] * load_tile(W2 + state, f, d, D, 1), axis=0)
+            Y += M_of_S * tl.sum(X[:, None] * load_tile(S2 + state, f, d, D, 1), axis=0)
+        E2 *= cap(hidden_squared, tl.sum(E2 * E2), max_surprise)
+        tile = _next_factors(error2 + here * D, next_error2 + here * D, E2, i, d, written, D)
+        Y -= tl.sum((to_M * overlap)[:, None] * tile, axis=0)
+        tl.store(y + row * D + d, tl.where(real, Y, 0.0).to(y.dtype.element_ty))
+        tl.debug_barrier()
+        _next_state(
+            W2 + state, S2 + state, next_W2 + state, next_S2 + state, next_x2 + here * F, next_error2 + here * D,
+            M_of_M, M_of_S, S_of_S, to_M, to_S, i, closes, F, D, BF, BD, PRECISION,
+        )  # fmt: skip
+    tl.debug_barrier()
+    _next_state(
+        W1 + state, S1 + state, next_W1 + state, next_S1 + state, next_x1 + here * D, next_error1 + here * F,
+        M_of_M, M_of_S, S_of_S, to_M, to_S, i, closes, D, F, BD, BF, PRECISION,
+    )  # fmt: skip

@@ -1,0 +1,232 @@
+"""The forward of the chunked update: coefficients, states, outputs.
+
+The states kernel writes one chunk after another into the memory and leaves every chunk's start in global memory, where
+the outputs kernel finds it and reads all chunks at once.
+
+Axis letters: B batch, H heads, N chunks of a row, P chunks of the piece that is worked on (from chunk `first`), C tokens
+of a chunk, D head width, F width of the first layer's output (the hidden width; D in a memory of one layer). Tokens and
+gates are [B, H, N, C, ...]; everything made from them is [B, H, P, ...]; states are [B, H, P + 1, in, out]. All of it is
+contiguous. `errors` are the memory's back-propagated errors before the cap, and `scale` [C] is the cap: it goes with the
+coefficients, so that no capped copy is made.
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import cap, load_tile, product, silu, silu_slope, squared_norms, store_tile
+
+
+@triton.jit
+def chunks_here(chunks, row, first, P, H: tl.constexpr):
+    """How many chunks of this piece the row has."""
+    return tl.minimum(tl.maximum(tl.load(chunks + row // H) - first, 0), P)
+
+
+@triton.jit
+def coefficients_kernel(
+    theta, eta, alpha, step, in_S, decay, drift, momentum, first, N, P, KEEP: tl.constexpr, C: tl.constexpr
+):
+    """What the state after each token of a chunk is made of (Eqs. 13 and 14). Grid (P, B H).
+
+    step [C, C]: the weight of gradient i in `M_t`; in_S [C, C]: in `S_t` (the last row alone unless KEEP); decay, drift
+    [C]: of `M_0` and `S_0` in `M_t`; momentum [C]: of `S_0` in `S_t`. Row t follows from row t - 1 by the recurrence
+    itself: no products are divided, and gates of exactly 0 and 1 are ordinary values.
+    """
+    row, n = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    tokens, here = (row * N + first + n) * C, (row * P + n) * C
+    i = tl.arange(0, C)
+    size = tl.load(theta + tokens + i).to(tl.float32)
+    S_row, M_row = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    S_of_S, M_of_S, M_of_M = 1.0, 0.0, 1.0
+    for t in range(C):
+        keep = tl.load(eta + tokens + t).to(tl.float32)
+        stay = 1.0 - tl.load(alpha + tokens + t).to(tl.float32)
+        S_row = keep * S_row + tl.where(i == t, size, 0.0)
+        M_row = stay * M_row + S_row
+        S_of_S = keep * S_of_S
+        M_of_S = stay * M_of_S + S_of_S
+        M_of_M = stay * M_of_M
+        tl.store(step + (here + t) * C + i, M_row)
+        if KEEP:
+            tl.store(in_S + (here + t) * C + i, S_row)
+        tl.store(decay + here + t, M_of_M)
+        tl.store(drift + here + t, M_of_S)
+        tl.store(momentum + here + t, S_of_S)
+    tl.store(in_S + (here + C - 1) * C + i, S_row)
+
+
+@triton.jit
+def end_of_chunk(step, in_S, decay, drift, momentum, here, t, C: tl.constexpr):
+    """The coefficients after a chunk: of `M_0` and `S_0` in `M`, of `S_0` in `S`, and of the gradients in each."""
+    last = here + C - 1
+    to_M, to_S = tl.load(step + last * C + t), tl.load(in_S + last * C + t)
+    return tl.load(decay + last), tl.load(drift + last), tl.load(momentum + last), to_M, to_S
+
+
+@triton.jit
+def _update(
+    W, S, x, error, scale, end, t, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Weights and momentum in the next slot, after a chunk of gradients `x_i error_i^T`."""
+    M_of_M, M_of_S, S_of_S, to_M, to_S = end
+    to_M, to_S = (to_M * scale)[:, None], (to_S * scale)[:, None]
+    for i_start in range(0, IN, BI):
+        i = i_start + tl.arange(0, BI)
+        x_tile = load_tile(x, i, t, 1, IN)
+        for o_start in range(0, OUT, BO):
+            o = o_start + tl.arange(0, BO)
+            error_tile = load_tile(error, t, o, OUT, 1)
+            old_W, old_S = load_tile(W, i, o, OUT, 1), load_tile(S, i, o, OUT, 1)
+            new_W = M_of_M * old_W + M_of_S * old_S
+            new_W -= tl.dot(x_tile, to_M * error_tile, input_precision=PRECISION)
+            store_tile(W + IN * OUT, i, o, OUT, new_W)
+            new_S = S_of_S * old_S - tl.dot(x_tile, to_S * error_tile, input_precision=PRECISION)
+            store_tile(S + IN * OUT, i, o, OUT, new_S)
+
+
+@triton.jit
+def linear_states_kernel(
+    k, v, step, in_S, decay, drift, momentum, W1, S1, error1, scale1, chunks, max_surprise, first, N, P,
+    H: tl.constexpr, GROUP, KEEP: tl.constexpr, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write chunks into a memory of one layer, weights and momentum in registers. Grid (groups, B H).
+
+    W1, S1 [P + 1, D, D]: a group of GROUP chunks finds its start in its first slot and fills the slots behind it. KEEP is
+    for the backward, which starts every group from a checkpoint: the end of a group is then left alone, another group
+    has it. error1 [P, C, D], scale1 [P, C]: what the outputs kernel needs of each chunk.
+    """
+    row, group = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    t, d = tl.arange(0, C), tl.arange(0, D)
+    begin = group * GROUP
+    stop = tl.minimum(begin + GROUP, chunks_here(chunks, row, first, P, H))
+    slot = (row * (P + 1) + begin) * D * D
+    M, momentum_now = load_tile(W1 + slot, d, d, D, 1), load_tile(S1 + slot, d, d, D, 1)
+    for n in range(begin, stop):
+        here, tokens = (row * P + n) * C, (row * N + first + n) * C * D
+        K = load_tile(k + tokens, t, d, D, 1)
+        E = 2.0 * (tl.dot(K, M, input_precision=PRECISION) - load_tile(v + tokens, t, d, D, 1))
+        capped = cap(tl.sum(K * K, axis=1), tl.sum(E * E, axis=1), max_surprise)
+        store_tile(error1 + here * D, t, d, D, E)
+        tl.store(scale1 + here + t, capped)
+        M_of_M, M_of_S, S_of_S, to_M, to_S = end_of_chunk(step, in_S, decay, drift, momentum, here, t, C)
+        K = tl.trans(K)
+        M = M_of_M * M + M_of_S * momentum_now
+        M -= tl.dot(K, (to_M * capped)[:, None] * E, input_precision=PRECISION)
+        momentum_now = S_of_S * momentum_now - tl.dot(K, (to_S * capped)[:, None] * E, input_precision=PRECISION)
+        slot = (row * (P + 1) + n + 1) * D * D
+        if not KEEP or n + 1 < stop:
+            store_tile(W1 + slot, d, d, D, M)
+            store_tile(S1 + slot, d, d, D, momentum_now)
+
+
+@triton.jit
+def states_kernel(
+    k, v, step, in_S, decay, drift, momentum, W1, S1, W2, S2, pre, hidden, through, error1, error2, scale1, scale2,
+    chunks, max_surprise, first, N, P,
+    H: tl.constexpr, GROUP, KEEP: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    BD: tl.constexpr, BF: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write chunks into a memory of one or two layers whose states live in the L2 cache. Grid (groups, B H).
+
+    W1, S1 [P + 1, D, F] and W2, S2 [P + 1, F, D] as in the linear kernel. For each chunk it leaves pre [C, F] and hidden
+    [C, F], the keys' hidden layer before and after the non-linearity; error1 [C, F] and error2 [C, D]; their caps; and,
+    if KEEP, through [C, F], the second error before the slope.
+    """
+    row, group = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    t = tl.arange(0, C)
+    begin = group * GROUP
+    stop = tl.minimum(begin + GROUP, chunks_here(chunks, row, first, P, H))
+    for n in range(begin, stop):
+        here, tokens = (row * P + n) * C, (row * N + first + n) * C * D
+        slot = (row * (P + 1) + n) * D * F
+        end = end_of_chunk(step, in_S, decay, drift, momentum, here, t, C)
+        k_squared, error1_squared = squared_norms(k + tokens, t, D, BD), tl.zeros((C,), tl.float32)
+        if DEPTH == 1:
+            for start in range(0, F, BF):
+                f = start + tl.arange(0, BF)
+                out = product(k + tokens, D, 1, W1 + slot, F, 1, t, f, D, BD, PRECISION)
+                E = 2.0 * (out - load_tile(v + tokens, t, f, D, 1))
+                error1_squared += tl.sum(E * E, axis=1)
+                store_tile(error1 + here * F, t, f, F, E)
+            tl.debug_barrier()  # errors are read by other threads than wrote them
+        else:
+            hidden_squared, error2_squared = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+            for start in range(0, F, BF):
+                f = start + tl.arange(0, BF)
+                Z = product(k + tokens, D, 1, W1 + slot, F, 1, t, f, D, BD, PRECISION)
+                A = silu(Z)
+                hidden_squared += tl.sum(A * A, axis=1)
+                store_tile(pre + here * F, t, f, F, Z)
+                store_tile(hidden + here * F, t, f, F, A)
+            tl.debug_barrier()  # activations, likewise
+            for start in range(0, D, BD):
+                d = start + tl.arange(0, BD)
+                out = product(hidden + here * F, F, 1, W2 + slot, D, 1, t, d, F, BF, PRECISION)
+                E = 2.0 * (out - load_tile(v + tokens, t, d, D, 1))
+                error2_squared += tl.sum(E * E, axis=1)
+                store_tile(error2 + here * D, t, d, D, E)
+            tl.debug_barrier()  # errors, likewise
+            for start in range(0, F, BF):
+                f = start + tl.arange(0, BF)
+                U = product(error2 + here * D, D, 1, W2 + slot, 1, D, t, f, D, BD, PRECISION)
+                E = U * silu_slope(load_tile(pre + here * F, t, f, F, 1))
+                error1_squared += tl.sum(E * E, axis=1)
+                store_tile(error1 + here * F, t, f, F, E)
+                if KEEP:
+                    store_tile(through + here * F, t, f, F, U)
+            capped = cap(hidden_squared, error2_squared, max_surprise)
+            tl.store(scale2 + here + t, capped)
+            tl.debug_barrier()  # errors of the first layer, likewise
+            if not KEEP or n + 1 < stop:
+                _update(
+                    W2 + slot, S2 + slot, hidden + here * F, error2 + here * D, capped, end, t, F, D, BF, BD, PRECISION
+                )  # fmt: skip
+        capped = cap(k_squared, error1_squared, max_surprise)
+        tl.store(scale1 + here + t, capped)
+        if not KEEP or n + 1 < stop:
+            _update(W1 + slot, S1 + slot, k + tokens, error1 + here * F, capped, end, t, D, F, BD, BF, PRECISION)
+        tl.debug_barrier()  # the next chunk starts from what all threads have written
+
+
+@triton.jit
+def outputs_kernel(
+    q, k, step, decay, drift, W1, S1, W2, S2, hidden, error1, error2, scale1, scale2, y, chunks, first, N, P,
+    H: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
+    BF: tl.constexpr, BQ: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Ask the memory for BQ tokens of a chunk, each with the weights after it (Eq. 15). Grid (P C / BQ, B H)."""
+    row, n = tl.program_id(1).to(tl.int64), tl.program_id(0) // (C // BQ)
+    here, tokens = (row * P + n) * C, (row * N + first + n) * C * D
+    slot = (row * (P + 1) + n) * D * F
+    t, asked = tl.arange(0, C), tl.program_id(0) % (C // BQ) * BQ + tl.arange(0, BQ)
+    if n >= chunks_here(chunks, row, first, P, H):
+        for start in range(0, D, BD):
+            store_tile(y + tokens, asked, start + tl.arange(0, BD), D, tl.zeros((BQ, BD), tl.float32))
+        return
+    weight = load_tile(step + here * C, asked, t, C, 1)
+    M_of_M, M_of_S = tl.load(decay + here + asked)[:, None], tl.load(drift + here + asked)[:, None]
+    P1 = product(q + tokens, D, 1, k + tokens, 1, D, asked, t, D, BD, PRECISION) * weight
+    P1 *= tl.load(scale1 + here + t)[None, :]
+    if DEPTH == 1:
+        for start in range(0, F, BF):
+            f = start + tl.arange(0, BF)
+            Y = M_of_M * product(q + tokens, D, 1, W1 + slot, F, 1, asked, f, D, BD, PRECISION)
+            Y += M_of_S * product(q + tokens, D, 1, S1 + slot, F, 1, asked, f, D, BD, PRECISION)
+            Y -= tl.dot(P1, load_tile(error1 + here * F, t, f, F, 1), input_precision=PRECISION)
+            store_tile(y + tokens, asked, f, D, Y)
+    else:
+        d = tl.arange(0, D)
+        Y, overlap = tl.zeros((BQ, D), tl.float32), tl.zeros((BQ, C), tl.float32)
+        for start in range(0, F, BF):
+            f = start + tl.arange(0, BF)
+            Z = M_of_M * product(q + tokens, D, 1, W1 + slot, F, 1, asked, f, D, BD, PRECISION)
+            Z += M_of_S * product(q + tokens, D, 1, S1 + slot, F, 1, asked, f, D, BD, PRECISION)
+            Z -= tl.dot(P1, load_tile(error1 + here * F, t, f, F, 1), input_precision=PRECISION)
+            X = silu(Z)
+            Y = tl.dot(M_of_M * X, load_tile(W2 + slot, f, d, D, 1), Y, input_precision=PRECISION)
+            Y = tl.dot(M_of_S * X, load_tile(S2 + slot, f, d, D, 1), Y, input_precision=PRECISION)
+            overlap = tl.dot(X, load_tile(hidden + here * F, f, t, 1, F), overlap, input_precision=PRECISION)
+        P2 = overlap * weight * tl.load(scale2 + here + t)[None, :]
+        Y -= tl.dot(P2, load_tile(error2 + here * D, t, d, D, 1), input_precision=PRECISION)
+        store_tile(y + tokens, asked, d, D, Y)

@@ -1,0 +1,86 @@
+"""What the kernels serve, and what they are launched with: one place for the dispatch, the launches and the table."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNKS, WIDTHS, EXPANSIONS, MAX_DEPTH = (16, 32, 64), (16, 32, 64, 128), (1, 2, 4), 2
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+PIECE = 64  # chunks whose states are in memory at a time
+GROUP = 8  # chunks between two checkpoints that the forward leaves for the backward
+ON_CHIP_WIDTH = 64  # a memory of one layer up to this width stays in registers from chunk to chunk
+
+BLOCK = 32  # columns of a tile, and inner dimension of a product's step
+QUERIES = 32  # tokens of a chunk that one program of the outputs kernel reads
+STAGES = 1  # loads are not pipelined: the loops are one to four steps long
+WALKS = ("coefficients_kernel", "gates_backward_kernel")  # a vector, token after token: one warp
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes a kernel is compiled for."""
+
+    depth: int
+    chunk: int
+    width: int
+    hidden: int
+
+    @property
+    def on_chip(self) -> bool:
+        return self.depth == 1 and self.width <= ON_CHIP_WIDTH
+
+    def constants(self) -> dict[str, int]:
+        """The sizes by the names that the kernels give them; a kernel takes those it knows."""
+        blocks = dict(BD=min(BLOCK, self.width), BF=min(BLOCK, self.hidden), BC=min(BLOCK, self.chunk))
+        queries = min(QUERIES, self.chunk)
+        return dict(DEPTH=self.depth, C=self.chunk, D=self.width, F=self.hidden, BQ=queries, **blocks)
+
+    def options(self, kernel: str) -> dict[str, int]:
+        return dict(num_warps=1 if kernel in WALKS else 4, num_stages=STAGES)
+
+
+def every_shape() -> list[Shape]:
+    """Every shape that `refusal` lets through."""
+    linear = [Shape(1, C, D, D) for C in CHUNKS for D in WIDTHS]
+    return linear + [Shape(2, C, D, D * times) for C in CHUNKS for D in WIDTHS for times in EXPANSIONS]
+
+
+def shape_of(weights, chunk_size: int) -> Shape:
+    return Shape(len(weights), chunk_size, *weights[0].shape[-2:])
+
+
+def refusal(weights, q: Tensor, chunk_size: int) -> str | None:
+    """What is not served of a memory and its tokens; None if all is."""
+    first, device = weights[0], q.device.type
+    width, hidden = first.shape[-2:]
+    interpreted = device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    for served, what in (
+        (device in ("cuda", "meta") or interpreted, f"{device.upper()} tensors, only those of GPUs"),
+        (first.dtype == torch.float32, f"a state in {first.dtype}, only in float32"),
+        (q.dtype in DTYPES, f"tokens in {q.dtype}, only in {DTYPES}"),
+        (len(weights) <= MAX_DEPTH, f"a memory of {len(weights)} layers, only of 1 or {MAX_DEPTH}"),
+        (chunk_size in CHUNKS, f"a chunk of {chunk_size} tokens, only of {CHUNKS}"),
+        (width in WIDTHS, f"a head width of {width}, only of {WIDTHS}"),
+        (hidden in [width * times for times in EXPANSIONS], f"a hidden width of {hidden}, only {EXPANSIONS} x {width}"),
+    ):
+        if not served:
+            return what
+    return None
+
+
+def precision_of(q: Tensor) -> str:
+    """How products of float32 numbers are computed; they accumulate in float32 in any case.
+
+    Half-precision tokens, and float32 tokens under `torch.set_float32_matmul_precision("high")`, use TF32 where the
+    GPU has it. Else products are exact to float32: three TF32 products on NVIDIA, float32 arithmetic elsewhere.
+    """
+    if q.device.type != "cuda":
+        return "ieee"
+    rounded = q.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
+    if torch.version.hip:
+        has_tf32 = torch.cuda.get_device_properties(q.device).gcnArchName.startswith("gfx942")
+        return "tf32" if rounded and has_tf32 else "ieee"
+    return "tf32" if rounded else "tf32x3"
