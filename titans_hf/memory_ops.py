@@ -7,7 +7,7 @@ the last chunk boundary (Eq. 16). Two forms compute the same numbers:
 * `recurrent`: a loop over tokens whose gradients come from autograd on the memory's own loss. Slow, obviously right.
 * `torch`: the chunk form. Inside a chunk every gradient is an outer product `u_i = a_i g_i^T` of factors taken at the
   chunk-start weights, so all tokens of the chunk are read by matrix products and no per-token weight is ever formed.
-  `triton` is the same with whole chunks in kernels (`titans_kernels`).
+  `triton` is the same in kernels (`titans_kernels`).
 
 Axis letters: B batch, T tokens, H heads, D head width, C chunk length, Q queries of one call, n tokens of one chunk.
 Weights are stored so that `M(x) = x W`, i.e. [B, H, in, out]. Paper letters: alpha forgets, eta decays the momentum,
@@ -361,9 +361,20 @@ def _fill_slots(buffer: Tensor, new: Tensor, length: Tensor) -> Tensor:
     return torch.where((slot < 0).view(shape), buffer, filled)
 
 
-def _read_into_open_chunk(state: MemoryState, q, k, v, theta, eta, alpha, counts: Tensor | None, max_surprise):
-    """Read the tokens that fall into each row's open chunk; rows whose chunk fills up step over the boundary."""
+def extend_chunk(state, q, k, v, theta, eta, alpha, counts: Tensor | None, max_surprise: float | None):
+    """Read tokens that fall into each row's open chunk; rows whose chunk fills up step over the boundary.
+
+    Args:
+        state: with its open-chunk fields.
+        q, k, v: [B, H, n, D], no more than the open chunk of any row has room for.
+        theta, eta, alpha: [B, H, n].
+        counts: [B] how many of the tokens each row has; None means all. Outputs behind a row's last are unspecified.
+
+    Returns:
+        The outputs [B, H, n, D] and the state after each row's last token.
+    """
     n, C = q.shape[2], state.gates[0].shape[-1]
+    q, k, v = (x.to(state.weights[0].dtype) for x in (q, k, v))
     new_inputs, new_errors = _gradient_factors(state.weights, k, v, max_surprise)
     inputs = tuple(_fill_slots(*pair, state.length) for pair in zip(state.inputs, new_inputs, strict=True))
     errors = tuple(_fill_slots(*pair, state.length) for pair in zip(state.errors, new_errors, strict=True))
@@ -399,9 +410,10 @@ def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | 
     Returns:
         The outputs [B, H, N, C, D], and weights and momentum after each row's last chunk.
     """
+    q, k, v = (x.to(weights[0].dtype) for x in (q, k, v))
     step = _chunk
     # checkpoints rest on saved-tensor hooks, which torch.func's transforms do not have
-    if torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
+    if torch.is_grad_enabled() and not _inside_functorch():
 
         def step(*args):
             return checkpoint(_chunk, *args, use_reentrant=False, preserve_rng_state=False)
@@ -420,47 +432,71 @@ def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | 
     return torch.stack(outputs, dim=2), weights, momentum
 
 
-def _pick_scan(backend: str, weights: tuple[Tensor, ...], q: Tensor, chunk_size: int) -> Callable:
-    """The implementation of `scan_chunks`. What it cannot serve is refused here, before a token is read."""
-    if backend != "triton":
-        return scan_chunks
+def _inside_functorch() -> bool:
+    """Whether a transform of torch.func is at work: it sees through torch's own functions only."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class _Forms(NamedTuple):
+    """What reads whole chunks, and what reads tokens into an open one."""
+
+    scan_chunks: Callable = scan_chunks
+    extend_chunk: Callable = extend_chunk
+
+
+def _forms(backend: str, state: MemoryState, q: Tensor, chunk_size: int) -> _Forms:
+    """The implementation that a backend stands for. What it cannot serve is refused here, before a token is read."""
+    if backend != "triton" and (backend != "auto" or not q.is_cuda or _inside_functorch()):
+        return _Forms()
     try:
-        from titans_kernels import scan
+        import titans_kernels as kernels
     except ImportError as error:
+        if backend == "auto":
+            return _Forms()
         raise ValueError("`backend='triton'` needs the kernels: pip install 'titans-hf[kernels]'") from error
-    scan.check(weights, q, chunk_size)
-    return scan.scan_chunks
+    if backend == "triton":
+        kernels.refuse(state.weights, q, chunk_size)
+    elif kernels.refusal(state.weights, q, chunk_size) is not None:
+        return _Forms()
+
+    def extend(state: MemoryState, q: Tensor, *rest):
+        tensors = (x for x in (*state.tensors(), q, *rest) if isinstance(x, Tensor))
+        trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        one_token = q.shape[2] == 1 and not trained  # the kernel of a decoding step
+        return (kernels.extend_chunk if one_token else extend_chunk)(state, q, *rest)
+
+    return _Forms(kernels.scan_chunks, extend)
 
 
-def _read_from_line(state: MemoryState, tokens, counts: Tensor | None, chunk_size: int, max_surprise, scan: Callable):
+def _read_from_line(state: MemoryState, tokens, counts: Tensor | None, chunk_size: int, max_surprise, forms: _Forms):
     """Read tokens [B, T, H, ...] that start on a chunk boundary in every row (of those with any)."""
     cut = RowCut.at_last_line(counts, tokens[0].shape[1], chunk_size)
     y_whole = y_rest = None
     if cut.head_width:
         whole = [cut.head(x).transpose(1, 2).unflatten(2, (-1, chunk_size)) for x in tokens]
         chunks = None if cut.head_counts is None else cut.head_counts // chunk_size
-        y_whole, weights, momentum = scan(state.weights, state.momentum, *whole, chunks, max_surprise)
+        y_whole, weights, momentum = forms.scan_chunks(state.weights, state.momentum, *whole, chunks, max_surprise)
         y_whole = y_whole.flatten(2, 3).transpose(1, 2)
         state = replace(state, weights=weights, momentum=momentum)
     if cut.body_width:
         rest = [cut.body(x).transpose(1, 2) for x in tokens]
-        y_rest, state = _read_into_open_chunk(state.opened(chunk_size), *rest, cut.body_counts, max_surprise)
+        y_rest, state = forms.extend_chunk(state.opened(chunk_size), *rest, cut.body_counts, max_surprise)
         y_rest = y_rest.transpose(1, 2)
     return cut.join(y_whole, y_rest), state
 
 
-def _chunkwise(q, k, v, theta, eta, alpha, state: MemoryState, lengths: Tensor | None, chunk_size, max_surprise, scan):
+def _chunkwise(q, k, v, theta, eta, alpha, state: MemoryState, lengths: Tensor | None, chunk_size, max_surprise, forms):
     """The chunk form over rows whose real tokens stand at the front: close the open chunk, then go on from its line."""
     cut = RowCut.at_next_line(state.length, lengths, q.shape[1], chunk_size)
     tokens = (q, k, v, theta, eta, alpha)
     y_head = y_body = None
     if cut.head_width:
         head = [cut.head(x).transpose(1, 2) for x in tokens]
-        y_head, state = _read_into_open_chunk(state, *head, cut.head_counts, max_surprise)
+        y_head, state = forms.extend_chunk(state, *head, cut.head_counts, max_surprise)
         y_head = y_head.transpose(1, 2)
     if cut.body_width:
         body = [cut.body(x) for x in tokens]
-        y_body, state = _read_from_line(state, body, cut.body_counts, chunk_size, max_surprise, scan)
+        y_body, state = _read_from_line(state, body, cut.body_counts, chunk_size, max_surprise, forms)
     return cut.join(y_head, y_body), state
 
 
@@ -499,6 +535,7 @@ def _surprise(weights: tuple[Tensor, ...], k: Tensor, v: Tensor, max_surprise: f
 def _recurrent(q, k, v, theta, eta, alpha, state: MemoryState, mask: Tensor | None, chunk_size, max_surprise):
     """Eqs. 12-15 token by token: the definition that every other form is tested against."""
     state = state.opened(chunk_size)
+    q, k, v = (x.to(state.weights[0].dtype) for x in (q, k, v))
     M, S = state.current()
     outputs = []
     for t in range(q.shape[1]):
@@ -576,8 +613,8 @@ def neural_memory(
         max_surprise: cap on the norm of each token's gradient, per memory layer. None is the paper's letter, and
             diverges on repetitive input.
         mask: [B, T] bool, True at real tokens, in any pattern. Padding changes nothing and reads as zero.
-        backend: "recurrent" (the oracle), "torch" (the chunk form), "triton" (whole chunks in kernels, on GPUs, for the
-            shapes they serve), or "auto", which is "torch".
+        backend: "recurrent" (the oracle), "torch" (the chunk form), "triton" (its kernels, on GPUs, for the shapes they
+            serve), or "auto": "triton" where it is installed and serves the tensors, "torch" elsewhere.
         lengths: [B] real tokens of each row, for rows that already hold them at the front: a cheaper `mask`. Outputs
             behind a row's last token are then unspecified.
 
@@ -586,19 +623,19 @@ def neural_memory(
     """
     _check(q, k, v, theta, eta, alpha, state, chunk_size, max_surprise, mask, lengths, backend)
     dtype = state_dtype(q.dtype)
-    tokens = [x.to(dtype) for x in (q, k, v, theta, eta, alpha)]
+    tokens = [q, k, v, *(gate.to(dtype) for gate in (theta, eta, alpha))]
     state = state.map(lambda x: x.to(dtype) if x.is_floating_point() else x)
-    scan = _pick_scan(backend, state.weights, tokens[0], chunk_size)
+    forms = _forms(backend, state, q, chunk_size)
     with without_autocast(q):
         if backend == "recurrent":
             if lengths is not None:
                 mask = torch.arange(q.shape[1], device=q.device) < lengths[:, None]
             y, state = _recurrent(*tokens, state, mask, chunk_size, max_surprise)
         elif mask is None:
-            y, state = _chunkwise(*tokens, state, lengths, chunk_size, max_surprise, scan)
+            y, state = _chunkwise(*tokens, state, lengths, chunk_size, max_surprise, forms)
         else:
             rows = PackedRows(mask)
-            y, state = _chunkwise(*map(rows.pack, tokens), state, rows.lengths, chunk_size, max_surprise, scan)
+            y, state = _chunkwise(*map(rows.pack, tokens), state, rows.lengths, chunk_size, max_surprise, forms)
             y = rows.unpack(y)
     return y.to(q.dtype), state
 

@@ -1,6 +1,14 @@
 """Triton kernels for the neural memory (Section 3 of the paper).
 
-`scan.scan_chunks` has the name and the signature of the function in `titans_hf.memory_ops` that it speeds up, and that
-function is its definition. Modules here import torch and triton only; triton itself is imported where a kernel is
-launched, so that everything else can be read and tested without it.
+`scan_chunks` and `extend_chunk` have the names and the signatures of the functions in `titans_hf.memory_ops` that they
+speed up, and those functions are their definitions. Modules here import torch and triton only; the kernels themselves
+are imported at the first launch.
 """
+
+import triton  # noqa: F401  without it nothing here can run: say so at once
+
+from .extend import extend_chunk
+from .scan import scan_chunks
+from .served import refusal, refuse
+
+__all__ = ["extend_chunk", "refusal", "refuse", "scan_chunks"]

@@ -5,14 +5,14 @@ gradient of the state at the chunk's end, and so goes through the chunks from th
 (`write_backward_kernel`). The gates come last, again all chunks at once (`gates_backward_kernel`).
 
 Axis letters and layouts as in `forward.py`. `d_W`, `d_S` [B, H, P + 1, in, out] hold the gradient of the state at every
-chunk boundary; gradients of errors and inputs of a layer are [B, H, P, C, width], in float32.
+chunk boundary; gradients of errors and inputs of a layer are [B, H, P, C, width].
 """
 
 import triton
 import triton.language as tl
 
 from .forward import chunks_here, end_of_chunk
-from .tiles import load_tile, product, silu, silu_curve, silu_slope, squared_norms, store_tile
+from .tiles import kernel, load_tile, product, silu, silu_curve, silu_slope, squared_norms, store_tile
 
 
 @triton.jit
@@ -62,12 +62,12 @@ def _layer_read_backward(
     return d_decay, d_drift
 
 
-@triton.jit
+@kernel
 def read_backward_kernel(
     q, k, dy, step, decay, drift, W1, S1, W2, S2, hidden, error1, error2, scale1, scale2,
-    read, d_read, overlap, work, dq, d_k, d_hidden, d_error1, d_error2, d_W1, d_S1, d_W2, d_S2, d_step, d_decay, d_drift,
-    chunks, first, N, P,
-    H: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
+    read, d_read, overlap, work, dq, d_k, d_hidden, d_error1, d_error2, d_W1, d_S1, d_W2, d_S2, d_step, d_decay,
+    d_drift, chunks, first, N, P,
+    H, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The read path's share of all gradients. Grid (P, B H).
@@ -138,9 +138,9 @@ def _layer_write_backward(
 ):  # fmt: skip
     """Through a layer's update `M = ... - x^T (to_M scale error)`, `S = ... - x^T (to_S scale error)` and its cap.
 
-    d_W, d_S: of the state after the chunk. Completes d_error (of the capped error) and d_x in place, the latter with the
-    cap's share. Returns the gradients of to_M and to_S, and what the cap takes from the error: `d error` is
-    `scale d_error - taken error`.
+    d_W, d_S: of the state after the chunk. Completes d_error (of the capped error) and d_x in place, the latter with
+    the cap's share. Returns the gradients of to_M and to_S, and what the cap takes: the gradient of the error before it
+    is `scale d_error - taken error`.
     """
     s = tl.load(scale + t)
     from_M, from_S = tl.zeros(t.shape, tl.float32), tl.zeros(t.shape, tl.float32)
@@ -176,7 +176,7 @@ def _state_backward(
     W, S, d_W, d_S, x, dz, more, error, M_of_M, M_of_S, S_of_S, t,
     TWO: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Complete the gradient of the state before a chunk: the read's share is there, the state after it in the next slot.
+    """Complete the gradient of the state before a chunk, which holds the read's share; the next slot has that after it.
 
     Adds `x^T dz`, and `more^T error` if TWO. Returns the gradients of the three coefficients of the old state.
     """
@@ -202,12 +202,12 @@ def _state_backward(
     return from_decay, from_drift, from_momentum
 
 
-@triton.jit
+@kernel
 def write_backward_kernel(
     k, step, in_S, decay, drift, momentum, W1, S1, W2, S2, pre, hidden, through, error1, error2, scale1, scale2,
     d_k, d_hidden, d_error1, d_error2, d_W1, d_S1, d_W2, d_S2, dk, dv, d_to_M, d_to_S, d_end, chunks, max_surprise,
     first, N, P,
-    H: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
+    H, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The update's share of all gradients, from a row's last chunk to its first. Grid (B H).
@@ -295,10 +295,10 @@ def write_backward_kernel(
         tl.debug_barrier()
 
 
-@triton.jit
+@kernel
 def gates_backward_kernel(
     eta, alpha, step, in_S, decay, drift, momentum, d_step, d_decay, d_drift, d_to_M, d_to_S, d_end,
-    d_theta, d_eta, d_alpha, chunks, first, N, P, H: tl.constexpr, C: tl.constexpr,
+    d_theta, d_eta, d_alpha, chunks, first, N, P, H, C: tl.constexpr,
 ):  # fmt: skip
     """From the coefficients to the gates: the recurrence of `coefficients_kernel`, walked backwards. Grid (P, B H)."""
     row, n = tl.program_id(1).to(tl.int64), tl.program_id(0)
@@ -311,8 +311,8 @@ def gates_backward_kernel(
     d_M_of_M, d_M_of_S, d_S_of_S = tl.load(ends), tl.load(ends + 1), tl.load(ends + 2)
     for done in range(C):
         t = C - 1 - done
-        keep = tl.load(eta + tokens + t).to(tl.float32)
-        stay = 1.0 - tl.load(alpha + tokens + t).to(tl.float32)
+        keep = tl.load(eta + tokens + t)
+        stay = 1.0 - tl.load(alpha + tokens + t)
         before = here + t - 1
         M_row = tl.load(step + before * C + i, mask=(i < t), other=0.0)
         S_row = tl.load(in_S + before * C + i, mask=(i < t), other=0.0)

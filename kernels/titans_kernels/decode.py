@@ -9,7 +9,7 @@ Axis letters as in `forward.py`; slots are the C places of the open chunk. Every
 import triton
 import triton.language as tl
 
-from .tiles import cap, load_tile, silu, silu_slope, store_tile
+from .tiles import cap, kernel, load_tile, silu, silu_slope, store_tile
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _next_gate(gate, next_gate, new, here, i, written):
 
 
 @triton.jit
-def _next_factors(old, after, fresh, i, columns, written, WIDTH: tl.constexpr):
+def _next_factors(old, after, fresh, i, columns, written, WIDTH):
     """Some columns of a layer's factors [C, WIDTH] with the new token's in its slot; also stored."""
     tile = tl.where((i == written)[:, None], fresh[None, :], load_tile(old, i, columns, WIDTH, 1))
     store_tile(after, i, columns, WIDTH, tile)
@@ -63,12 +63,12 @@ def _next_state(
             store_tile(next_S, a, b, OUT, new_S)
 
 
-@triton.jit
+@kernel
 def token_kernel(
     q, k, v, new_theta, new_eta, new_alpha, counts, length, theta, eta, alpha, W1, S1, W2, S2, x1, x2, error1, error2,
     y, next_length, next_theta, next_eta, next_alpha, next_W1, next_S1, next_W2, next_S2,
     next_x1, next_x2, next_error1, next_error2, fresh, max_surprise,
-    H: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
+    H, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Read one token of every row that has one (`counts` [B] is 1, else 0). One program per (batch, head).
@@ -91,17 +91,17 @@ def token_kernel(
     _next_gate(eta, next_eta, keep, here, i, written)
     _next_gate(alpha, next_alpha, forget, here, i, written)
 
-    Q, K = tl.load(q + row * D + d).to(tl.float32), tl.load(k + row * D + d).to(tl.float32)
-    V, k_squared = tl.load(v + row * D + d).to(tl.float32), tl.sum(K * K)
-    tile = _next_factors(x1 + here * D, next_x1 + here * D, K, i, d, written, D)
-    weight = to_M * tl.sum(tile * Q[None, :], axis=1)  # [C] of each gradient in the answer
+    Q, K = tl.load(q + row * D + d), tl.load(k + row * D + d)
+    V, k_squared = tl.load(v + row * D + d), tl.sum(K * K)
+    keys = _next_factors(x1 + here * D, next_x1 + here * D, K, i, d, written, D)
+    weight = to_M * tl.sum(keys * Q[None, :], axis=1)  # [C] of each gradient in the answer
     fresh_x, fresh_error = fresh + row * 2 * F, fresh + row * 2 * F + F
     error_squared = 0.0
     if DEPTH == 1:
         for start in range(0, F, BF):
             f = start + tl.arange(0, BF)
             E = tl.sum(K[:, None] * load_tile(W1 + state, d, f, F, 1), axis=0)
-            E = 2.0 * (E - tl.load(v + row * D + f).to(tl.float32))
+            E = 2.0 * (E - tl.load(v + row * D + f))
             error_squared += tl.sum(E * E)
             tl.store(fresh_error + f, E)
         tl.debug_barrier()  # here and below: what follows reads what other threads wrote
@@ -114,7 +114,7 @@ def token_kernel(
             Z = M_of_M * tl.sum(Q[:, None] * load_tile(W1 + state, d, f, F, 1), axis=0)
             Z += M_of_S * tl.sum(Q[:, None] * load_tile(S1 + state, d, f, F, 1), axis=0)
             Z -= tl.sum(weight[:, None] * E, axis=0)
-            tl.store(y + row * D + f, tl.where(real, Z, 0.0).to(y.dtype.element_ty))
+            tl.store(y + row * D + f, tl.where(real, Z, 0.0))
     else:
         out, hidden_squared = tl.zeros((D,), tl.float32), 0.0
         for start in range(0, F, BF):
@@ -144,14 +144,14 @@ def token_kernel(
             Z = M_of_M * tl.sum(Q[:, None] * load_tile(W1 + state, d, f, F, 1), axis=0)
             Z += M_of_S * tl.sum(Q[:, None] * load_tile(S1 + state, d, f, F, 1), axis=0)
             X = silu(Z - tl.sum(weight[:, None] * E, axis=0))
-            tile = _next_factors(x2 + here * F, next_x2 + here * F, tl.load(fresh_x + f), i, f, written, F)
-            overlap += tl.sum(tile * X[None, :], axis=1)
+            A = _next_factors(x2 + here * F, next_x2 + here * F, tl.load(fresh_x + f), i, f, written, F)
+            overlap += tl.sum(A * X[None, :], axis=1)
             Y += M_of_M * tl.sum(X[:, None] * load_tile(W2 + state, f, d, D, 1), axis=0)
             Y += M_of_S * tl.sum(X[:, None] * load_tile(S2 + state, f, d, D, 1), axis=0)
         E2 *= cap(hidden_squared, tl.sum(E2 * E2), max_surprise)
-        tile = _next_factors(error2 + here * D, next_error2 + here * D, E2, i, d, written, D)
-        Y -= tl.sum((to_M * overlap)[:, None] * tile, axis=0)
-        tl.store(y + row * D + d, tl.where(real, Y, 0.0).to(y.dtype.element_ty))
+        errors = _next_factors(error2 + here * D, next_error2 + here * D, E2, i, d, written, D)
+        Y -= tl.sum((to_M * overlap)[:, None] * errors, axis=0)
+        tl.store(y + row * D + d, tl.where(real, Y, 0.0))
         tl.debug_barrier()
         _next_state(
             W2 + state, S2 + state, next_W2 + state, next_S2 + state, next_x2 + here * F, next_error2 + here * D,

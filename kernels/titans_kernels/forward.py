@@ -3,26 +3,26 @@
 The states kernel writes one chunk after another into the memory and leaves every chunk's start in global memory, where
 the outputs kernel finds it and reads all chunks at once.
 
-Axis letters: B batch, H heads, N chunks of a row, P chunks of the piece that is worked on (from chunk `first`), C tokens
-of a chunk, D head width, F width of the first layer's output (the hidden width; D in a memory of one layer). Tokens and
-gates are [B, H, N, C, ...]; everything made from them is [B, H, P, ...]; states are [B, H, P + 1, in, out]. All of it is
-contiguous. `errors` are the memory's back-propagated errors before the cap, and `scale` [C] is the cap: it goes with the
-coefficients, so that no capped copy is made.
+Axis letters: B batch, H heads, N chunks of a row, P chunks of the piece that is worked on (from chunk `first`), C
+tokens of a chunk, D head width, F width of the first layer's output (the hidden width; D in a memory of one layer).
+Tokens and gates are [B, H, N, C, ...]; everything made from them is [B, H, P, ...]; states are [B, H, P + 1, in, out].
+All of it is contiguous. Errors are the memory's back-propagated errors before the cap, and `scale` [C] is the cap: it
+goes with the coefficients, so that no capped copy is made.
 """
 
 import triton
 import triton.language as tl
 
-from .tiles import cap, load_tile, product, silu, silu_slope, squared_norms, store_tile
+from .tiles import cap, kernel, load_tile, product, silu, silu_slope, squared_norms, store_tile
 
 
 @triton.jit
-def chunks_here(chunks, row, first, P, H: tl.constexpr):
+def chunks_here(chunks, row, first, P, H):
     """How many chunks of this piece the row has."""
     return tl.minimum(tl.maximum(tl.load(chunks + row // H) - first, 0), P)
 
 
-@triton.jit
+@kernel
 def coefficients_kernel(
     theta, eta, alpha, step, in_S, decay, drift, momentum, first, N, P, KEEP: tl.constexpr, C: tl.constexpr
 ):
@@ -35,12 +35,12 @@ def coefficients_kernel(
     row, n = tl.program_id(1).to(tl.int64), tl.program_id(0)
     tokens, here = (row * N + first + n) * C, (row * P + n) * C
     i = tl.arange(0, C)
-    size = tl.load(theta + tokens + i).to(tl.float32)
+    size = tl.load(theta + tokens + i)
     S_row, M_row = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     S_of_S, M_of_S, M_of_M = 1.0, 0.0, 1.0
     for t in range(C):
-        keep = tl.load(eta + tokens + t).to(tl.float32)
-        stay = 1.0 - tl.load(alpha + tokens + t).to(tl.float32)
+        keep = tl.load(eta + tokens + t)
+        stay = 1.0 - tl.load(alpha + tokens + t)
         S_row = keep * S_row + tl.where(i == t, size, 0.0)
         M_row = stay * M_row + S_row
         S_of_S = keep * S_of_S
@@ -85,16 +85,16 @@ def _update(
             store_tile(S + IN * OUT, i, o, OUT, new_S)
 
 
-@triton.jit
+@kernel
 def linear_states_kernel(
     k, v, step, in_S, decay, drift, momentum, W1, S1, error1, scale1, chunks, max_surprise, first, N, P,
-    H: tl.constexpr, GROUP, KEEP: tl.constexpr, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    H, GROUP, KEEP: tl.constexpr, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write chunks into a memory of one layer, weights and momentum in registers. Grid (groups, B H).
 
-    W1, S1 [P + 1, D, D]: a group of GROUP chunks finds its start in its first slot and fills the slots behind it. KEEP is
-    for the backward, which starts every group from a checkpoint: the end of a group is then left alone, another group
-    has it. error1 [P, C, D], scale1 [P, C]: what the outputs kernel needs of each chunk.
+    W1, S1 [P + 1, D, D]: a group of GROUP chunks finds its start in its first slot and fills the slots behind it. KEEP
+    is for the backward, which starts every group from a checkpoint: the end of a group is then left alone, another
+    group has it. error1 [P, C, D], scale1 [P, C]: what the outputs kernel needs of each chunk.
     """
     row, group = tl.program_id(1).to(tl.int64), tl.program_id(0)
     t, d = tl.arange(0, C), tl.arange(0, D)
@@ -120,18 +120,18 @@ def linear_states_kernel(
             store_tile(S1 + slot, d, d, D, momentum_now)
 
 
-@triton.jit
+@kernel
 def states_kernel(
     k, v, step, in_S, decay, drift, momentum, W1, S1, W2, S2, pre, hidden, through, error1, error2, scale1, scale2,
     chunks, max_surprise, first, N, P,
-    H: tl.constexpr, GROUP, KEEP: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    H, GROUP, KEEP: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
     BD: tl.constexpr, BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write chunks into a memory of one or two layers whose states live in the L2 cache. Grid (groups, B H).
 
-    W1, S1 [P + 1, D, F] and W2, S2 [P + 1, F, D] as in the linear kernel. For each chunk it leaves pre [C, F] and hidden
-    [C, F], the keys' hidden layer before and after the non-linearity; error1 [C, F] and error2 [C, D]; their caps; and,
-    if KEEP, through [C, F], the second error before the slope.
+    W1, S1 [P + 1, D, F] and W2, S2 [P + 1, F, D] as in the linear kernel. For each chunk it leaves pre [C, F] and
+    hidden [C, F], the keys' hidden layer before and after the non-linearity; error1 [C, F] and error2 [C, D]; their
+    caps; and, if KEEP, through [C, F], the first error before the slope.
     """
     row, group = tl.program_id(1).to(tl.int64), tl.program_id(0)
     t = tl.arange(0, C)
@@ -189,13 +189,16 @@ def states_kernel(
         tl.debug_barrier()  # the next chunk starts from what all threads have written
 
 
-@triton.jit
+@kernel
 def outputs_kernel(
-    q, k, step, decay, drift, W1, S1, W2, S2, hidden, error1, error2, scale1, scale2, y, chunks, first, N, P,
-    H: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
+    q, k, step, decay, drift, W1, S1, W2, S2, hidden, error1, error2, scale1, scale2, asking, y, chunks, first, N, P,
+    H, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, BQ: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Ask the memory for BQ tokens of a chunk, each with the weights after it (Eq. 15). Grid (P C / BQ, B H)."""
+    """Ask the memory for BQ tokens of a chunk, each with the weights after it (Eq. 15). Grid (P C / BQ, B H).
+
+    asking [P, C, F]: room for the hidden layer of the queries.
+    """
     row, n = tl.program_id(1).to(tl.int64), tl.program_id(0) // (C // BQ)
     here, tokens = (row * P + n) * C, (row * N + first + n) * C * D
     slot = (row * (P + 1) + n) * D * F
@@ -208,25 +211,22 @@ def outputs_kernel(
     M_of_M, M_of_S = tl.load(decay + here + asked)[:, None], tl.load(drift + here + asked)[:, None]
     P1 = product(q + tokens, D, 1, k + tokens, 1, D, asked, t, D, BD, PRECISION) * weight
     P1 *= tl.load(scale1 + here + t)[None, :]
-    if DEPTH == 1:
-        for start in range(0, F, BF):
-            f = start + tl.arange(0, BF)
-            Y = M_of_M * product(q + tokens, D, 1, W1 + slot, F, 1, asked, f, D, BD, PRECISION)
-            Y += M_of_S * product(q + tokens, D, 1, S1 + slot, F, 1, asked, f, D, BD, PRECISION)
-            Y -= tl.dot(P1, load_tile(error1 + here * F, t, f, F, 1), input_precision=PRECISION)
-            store_tile(y + tokens, asked, f, D, Y)
-    else:
-        d = tl.arange(0, D)
-        Y, overlap = tl.zeros((BQ, D), tl.float32), tl.zeros((BQ, C), tl.float32)
-        for start in range(0, F, BF):
-            f = start + tl.arange(0, BF)
-            Z = M_of_M * product(q + tokens, D, 1, W1 + slot, F, 1, asked, f, D, BD, PRECISION)
-            Z += M_of_S * product(q + tokens, D, 1, S1 + slot, F, 1, asked, f, D, BD, PRECISION)
-            Z -= tl.dot(P1, load_tile(error1 + here * F, t, f, F, 1), input_precision=PRECISION)
-            X = silu(Z)
-            Y = tl.dot(M_of_M * X, load_tile(W2 + slot, f, d, D, 1), Y, input_precision=PRECISION)
-            Y = tl.dot(M_of_S * X, load_tile(S2 + slot, f, d, D, 1), Y, input_precision=PRECISION)
-            overlap = tl.dot(X, load_tile(hidden + here * F, f, t, 1, F), overlap, input_precision=PRECISION)
-        P2 = overlap * weight * tl.load(scale2 + here + t)[None, :]
-        Y -= tl.dot(P2, load_tile(error2 + here * D, t, d, D, 1), input_precision=PRECISION)
-        store_tile(y + tokens, asked, d, D, Y)
+    for start in range(0, F, BF):
+        f = start + tl.arange(0, BF)
+        Z = M_of_M * product(q + tokens, D, 1, W1 + slot, F, 1, asked, f, D, BD, PRECISION)
+        Z += M_of_S * product(q + tokens, D, 1, S1 + slot, F, 1, asked, f, D, BD, PRECISION)
+        Z -= tl.dot(P1, load_tile(error1 + here * F, t, f, F, 1), input_precision=PRECISION)
+        if DEPTH == 1:
+            store_tile(y + tokens, asked, f, D, Z)
+        else:
+            store_tile(asking + here * F, asked, f, F, silu(Z))
+    if DEPTH == 2:
+        tl.debug_barrier()  # the queries' hidden layer is read by other threads than wrote it
+        P2 = product(asking + here * F, F, 1, hidden + here * F, 1, F, asked, t, F, BF, PRECISION) * weight
+        P2 *= tl.load(scale2 + here + t)[None, :]
+        for start in range(0, D, BD):
+            d = start + tl.arange(0, BD)
+            Y = M_of_M * product(asking + here * F, F, 1, W2 + slot, D, 1, asked, d, F, BF, PRECISION)
+            Y += M_of_S * product(asking + here * F, F, 1, S2 + slot, D, 1, asked, d, F, BF, PRECISION)
+            Y -= tl.dot(P2, load_tile(error2 + here * D, t, d, D, 1), input_precision=PRECISION)
+            store_tile(y + tokens, asked, d, D, Y)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .backward import gates_backward_kernel, read_backward_kernel, write_backward_kernel
 from .decode import token_kernel
 from .forward import coefficients_kernel, linear_states_kernel, outputs_kernel, states_kernel
-from .served import GROUP, PIECE, Shape, precision_of, shape_of
+from .served import GROUP, PIECE, Shape, options, precision_of, shape_of
 
 TOKENS = ("q", "k", "v", "theta", "eta", "alpha")
 
@@ -22,9 +22,14 @@ def state_names(depth: int, prefix: str = "") -> list[str]:
     return [f"{prefix}{letter}{layer}" for letter in "WS" for layer in range(1, depth + 1)]
 
 
+def _cap(max_surprise: float | None) -> float:
+    return math.inf if max_surprise is None else max_surprise
+
+
 def run(kernel, grid: tuple[int, ...], shape: Shape, bound: dict) -> None:
-    """Launch a kernel with the arguments that `bound` has for it."""
-    kernel[grid](**{name: bound[name] for name in kernel.arg_names}, **shape.options(kernel.__name__))
+    """Launch a kernel with the arguments that `bound` and the shape have for it."""
+    bound = bound | shape.constants(kernel.__name__)
+    kernel[grid](**{name: bound[name] for name in kernel.arg_names}, **options(kernel.__name__))
 
 
 class Piece:
@@ -36,7 +41,9 @@ class Piece:
         chunks: [B] chunks of each row, int32.
     """
 
-    def __init__(self, starts: list[Tensor], tokens: dict[str, Tensor], chunks: Tensor, max_surprise, first: int):
+    def __init__(
+        self, starts: list[Tensor], tokens: dict[str, Tensor], chunks, max_surprise, first: int, precision: str
+    ):
         q = tokens["q"]
         self.B, self.H, N, C, _ = q.shape
         self.depth, self.first, self.P = len(starts) // 2, first, min(PIECE, N - first)
@@ -45,18 +52,18 @@ class Piece:
         self.count = (chunks - first).clamp(0, self.P)  # [B] chunks of each row in this piece
         self.bound = dict(
             **tokens,
-            **self.shape.constants(),
             chunks=chunks,
             first=first,
             N=N,
             P=self.P,
             H=self.H,
-            PRECISION=precision_of(q),
-            max_surprise=math.inf if max_surprise is None else max_surprise,
+            PRECISION=precision,
+            max_surprise=_cap(max_surprise),
         )
         if self.depth == 1:  # a kernel for both depths never touches the second layer of one
-            second = (*"W2 S2 pre hidden through error2 scale2".split(), *"d_W2 d_S2 d_hidden d_error2".split())
-            self.bound |= dict.fromkeys((*second, "read", "d_read"), self.like)
+            second = ["W2", "S2", "pre", "hidden", "through", "error2", "scale2", "asking", "read"]
+            second += ["d_W2", "d_S2", "d_hidden", "d_error2", "d_read"]
+            self.bound |= dict.fromkeys(second, self.like)
 
     def room(self, **shapes: tuple[int, ...]) -> None:
         """New buffers [B, H, *shape] in float32."""
@@ -85,11 +92,13 @@ class Piece:
         if self.depth == 2:
             self.room(pre=(P, C, F), hidden=(P, C, F), error2=(P, C, D), scale2=(P, C))
             self.room(through=(P, C, F) if keep else ())
-        kernel = linear_states_kernel if self.shape.on_chip else states_kernel
+        kernel = linear_states_kernel if self.shape.on_chip(self.bound["PRECISION"]) else states_kernel
         self.run(kernel, math.ceil(P / group), self.B * self.H, GROUP=group, KEEP=keep)
 
     def outputs(self, y: Tensor) -> None:
-        blocks = self.P * self.shape.chunk // self.shape.constants()["BQ"]
+        if self.depth == 2:
+            self.room(asking=(self.P, self.shape.chunk, self.shape.hidden))
+        blocks = self.P * self.shape.chunk // self.shape.queries
         self.run(outputs_kernel, blocks, self.B * self.H, y=y)
 
     def read_backward(self, dy: Tensor) -> None:
@@ -109,16 +118,17 @@ class Piece:
         self.run(gates_backward_kernel, self.P, self.B * self.H)
 
 
-def _contiguous_tokens(tokens: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    return {name: x.contiguous() for name, x in zip(TOKENS, tokens, strict=True)}
+def _by_name(tokens: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """As the kernels take them: contiguous, and in float32 whatever they came in."""
+    return {name: x.float().contiguous() for name, x in zip(TOKENS, tokens, strict=True)}
 
 
 def forward(starts: list[Tensor], tokens, chunks: Tensor, max_surprise, keep: bool) -> list[Tensor]:
     """Outputs, end states, and, to `keep` for the backward, the states at every `GROUP`-th chunk's start."""
-    tokens = _contiguous_tokens(tokens)
+    dtype, precision, tokens = tokens[0].dtype, precision_of(tokens[0]), _by_name(tokens)
     N, y, kept = tokens["q"].shape[2], torch.empty_like(tokens["q"]), []
     for first in range(0, N, PIECE):
-        piece = Piece(starts, tokens, chunks, max_surprise, first)
+        piece = Piece(starts, tokens, chunks, max_surprise, first, precision)
         states = piece.room_for_states()
         for state, start in zip(states, starts, strict=True):
             state[:, :, 0] = start
@@ -126,20 +136,21 @@ def forward(starts: list[Tensor], tokens, chunks: Tensor, max_surprise, keep: bo
         piece.states(group=piece.P, keep=False)
         piece.outputs(y)
         starts = [state[piece.row, :, piece.count] for state in states]
-        kept.append([state[:, :, : piece.P : GROUP] for state in states])
-    checkpoints = [torch.cat(parts, dim=2) if keep else parts[0].new_empty(0) for parts in zip(*kept, strict=True)]
-    return [y, *starts, *checkpoints]
+        kept.append([state[:, :, : piece.P : GROUP].clone() if keep else state.new_empty(0) for state in states])
+    checkpoints = [torch.cat(parts, dim=2 if keep else 0) for parts in zip(*kept, strict=True)]
+    return [y.to(dtype), *starts, *checkpoints]
 
 
 def backward(dy: Tensor, d_ends: list[Tensor], checkpoints: list[Tensor], tokens, chunks, max_surprise) -> list[Tensor]:
     """Gradients of the start states and of tokens and gates."""
-    tokens, dy = _contiguous_tokens(tokens), dy.contiguous()
+    dtypes, precision = [x.dtype for x in tokens], precision_of(tokens[0])
+    tokens, dy = _by_name(tokens), dy.float().contiguous()
     found = {name: torch.zeros_like(x) for name, x in tokens.items()}
     gradients = {f"d_{name}" if name in ("theta", "eta", "alpha") else f"d{name}": x for name, x in found.items()}
     for first in reversed(range(0, tokens["q"].shape[2], PIECE)):
         groups = slice(first // GROUP, first // GROUP + PIECE // GROUP)
         starts = [x[:, :, groups] for x in checkpoints]
-        piece = Piece([x[:, :, 0] for x in starts], tokens, chunks, max_surprise, first)
+        piece = Piece([x[:, :, 0] for x in starts], tokens, chunks, max_surprise, first, precision)
         piece.bound |= gradients
         for state, start in zip(piece.room_for_states(), starts, strict=True):
             state[:, :, : piece.P : GROUP] = start
@@ -152,4 +163,27 @@ def backward(dy: Tensor, d_ends: list[Tensor], checkpoints: list[Tensor], tokens
         piece.write_backward()
         piece.gates_backward()
         d_ends = [d_state[:, :, 0] for d_state in d_states]
-    return [*(x.clone() for x in d_ends), *found.values()]
+    d_tokens = [x.to(dtype) for x, dtype in zip(found.values(), dtypes, strict=True)]
+    return [*(x.clone() for x in d_ends), *d_tokens]
+
+
+def token(state, gates, length: Tensor, tokens, counts: Tensor, max_surprise) -> list[Tensor]:
+    """One token of every row: its output, the next length, gates and state, each in the order it came."""
+    depth = len(state) // 4
+    layers = range(1, depth + 1)
+    names = [f"{letter}{layer}" for letter in ("W", "S", "x", "error") for layer in layers]
+    B, H, C = gates[0].shape
+    shape = shape_of(state[:depth], C)
+    old = dict(zip(("length", "theta", "eta", "alpha", *names), (length, *gates, *state), strict=True))
+    old = {name: x.contiguous() for name, x in old.items()}
+    new = {f"next_{name}": torch.empty_like(x) for name, x in old.items()}
+    dtype, precision = tokens[0].dtype, precision_of(tokens[0])
+    q, k, v, *new_gates = (x.float().contiguous() for x in tokens)
+    y, like = torch.empty_like(q), old["W1"]
+    unused = ("W2", "S2", "x2", "error2") if depth == 1 else ()
+    bound = dict.fromkeys((*unused, *(f"next_{name}" for name in unused)), like) | old | new
+    bound |= dict(zip(("new_theta", "new_eta", "new_alpha"), new_gates, strict=True))
+    bound |= dict(q=q, k=k, v=v, y=y, counts=counts, fresh=like.new_empty(B, H, 2, shape.hidden))
+    bound |= dict(H=H, PRECISION=precision, max_surprise=_cap(max_surprise))
+    run(token_kernel, (B * H,), shape, bound)
+    return [y.to(dtype), *new.values()]

@@ -7,19 +7,12 @@ once, in the memory of one piece: a layer keeps `1 / GROUP` of its chunks' state
 import torch
 from torch import Tensor
 
-from .served import GROUP, refusal
-
-
-def check(weights, q: Tensor, chunk_size: int) -> None:
-    """Refuse what the kernels do not serve, naming what they do."""
-    what = refusal(weights, q, chunk_size)
-    if what is not None:
-        raise ValueError(f"`backend='triton'` does not serve {what}. Use 'torch'")
+from .served import GROUP, refuse
 
 
 def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | None, max_surprise: float | None):
     """As `titans_hf.memory_ops.scan_chunks`, which is its definition."""
-    check(weights, q, q.shape[-2])
+    refuse(weights, q, q.shape[-2])
     if chunks is None:
         chunks = torch.full(q.shape[:1], q.shape[2], device=q.device)  # [B]
     inputs = (*weights, *momentum, q, k, v, theta, eta, alpha)

@@ -11,12 +11,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 PIECE = 64  # chunks whose states are in memory at a time
 GROUP = 8  # chunks between two checkpoints that the forward leaves for the backward
-ON_CHIP_WIDTH = 64  # a memory of one layer up to this width stays in registers from chunk to chunk
+ON_CHIP_WIDTH = {"tf32": 64, "ieee": 32}  # a memory of one layer up to this width stays in registers between chunks
 
 BLOCK = 32  # columns of a tile, and inner dimension of a product's step
+BLOCKS = {"write_backward_kernel": 16, "token_kernel": 16}  # where more would spill
 QUERIES = 32  # tokens of a chunk that one program of the outputs kernel reads
 STAGES = 1  # loads are not pipelined: the loops are one to four steps long
-WALKS = ("coefficients_kernel", "gates_backward_kernel")  # a vector, token after token: one warp
+WARPS = {"coefficients_kernel": 1, "gates_backward_kernel": 1, "outputs_kernel": 4, "token_kernel": 4}
+THREADS = 256  # of the other kernels' programs: 8 warps of NVIDIA, 4 of AMD
 
 
 @dataclass(frozen=True)
@@ -28,18 +30,25 @@ class Shape:
     width: int
     hidden: int
 
+    def on_chip(self, precision: str) -> bool:
+        return self.depth == 1 and self.width <= ON_CHIP_WIDTH[precision]
+
     @property
-    def on_chip(self) -> bool:
-        return self.depth == 1 and self.width <= ON_CHIP_WIDTH
+    def queries(self) -> int:
+        return min(QUERIES, self.chunk)
 
-    def constants(self) -> dict[str, int]:
+    def constants(self, kernel: str) -> dict[str, int]:
         """The sizes by the names that the kernels give them; a kernel takes those it knows."""
-        blocks = dict(BD=min(BLOCK, self.width), BF=min(BLOCK, self.hidden), BC=min(BLOCK, self.chunk))
-        queries = min(QUERIES, self.chunk)
-        return dict(DEPTH=self.depth, C=self.chunk, D=self.width, F=self.hidden, BQ=queries, **blocks)
+        block = BLOCKS.get(kernel, BLOCK)
+        blocks = dict(BD=min(block, self.width), BF=min(block, self.hidden), BC=min(block, self.chunk))
+        return dict(DEPTH=self.depth, C=self.chunk, D=self.width, F=self.hidden, BQ=self.queries, **blocks)
 
-    def options(self, kernel: str) -> dict[str, int]:
-        return dict(num_warps=1 if kernel in WALKS else 4, num_stages=STAGES)
+
+def options(kernel: str, warp_size: int | None = None) -> dict[str, int]:
+    """How a kernel is compiled; `warp_size` is that of the GPU in use if it is not given."""
+    if warp_size is None:
+        warp_size = 64 if torch.version.hip else 32
+    return dict(num_warps=WARPS.get(kernel, THREADS // warp_size), num_stages=STAGES)
 
 
 def every_shape() -> list[Shape]:
@@ -71,16 +80,22 @@ def refusal(weights, q: Tensor, chunk_size: int) -> str | None:
     return None
 
 
+def refuse(weights, q: Tensor, chunk_size: int) -> None:
+    """Raise what `refusal` finds."""
+    what = refusal(weights, q, chunk_size)
+    if what is not None:
+        raise ValueError(f"`backend='triton'` does not serve {what}. Use 'torch'")
+
+
 def precision_of(q: Tensor) -> str:
-    """How products of float32 numbers are computed; they accumulate in float32 in any case.
+    """How products are computed; they accumulate in float32 in any case.
 
     Half-precision tokens, and float32 tokens under `torch.set_float32_matmul_precision("high")`, use TF32 where the
-    GPU has it. Else products are exact to float32: three TF32 products on NVIDIA, float32 arithmetic elsewhere.
+    GPU has it; else products are those of float32.
     """
     if q.device.type != "cuda":
         return "ieee"
     rounded = q.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
-    if torch.version.hip:
-        has_tf32 = torch.cuda.get_device_properties(q.device).gcnArchName.startswith("gfx942")
-        return "tf32" if rounded and has_tf32 else "ieee"
-    return "tf32" if rounded else "tf32x3"
+    properties = torch.cuda.get_device_properties(q.device)
+    has_tf32 = properties.gcnArchName.startswith("gfx942") if torch.version.hip else properties.major >= 8
+    return "tf32" if rounded and has_tf32 else "ieee"

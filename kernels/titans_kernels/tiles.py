@@ -4,22 +4,27 @@ A program works through the matrices of one chunk. None of them is held in regis
 inner dimension in blocks, and the caches serve what is read again. So one code serves every width, on every target,
 without spilling. Where one product reads what another wrote, a barrier stands between them.
 
-Matrices are row-major [rows, columns] with constant strides; a transposed operand is one with its strides exchanged.
+Everything is float32. Matrices are row-major [rows, columns] with constant strides; a transposed operand is one with
+its strides exchanged.
 """
 
 import triton
 import triton.language as tl
 
 
+def kernel(fn):
+    """A kernel that is compiled once for its constants, whatever the numbers of chunks and heads."""
+    return triton.jit(fn, do_not_specialize=["first", "N", "P", "H", "GROUP"])
+
+
 @triton.jit
 def load_tile(pointer, rows, columns, ROW: tl.constexpr, COLUMN: tl.constexpr):
-    """A tile in float32, whatever its dtype in memory."""
-    return tl.load(pointer + rows[:, None] * ROW + columns[None, :] * COLUMN).to(tl.float32)
+    return tl.load(pointer + rows[:, None] * ROW + columns[None, :] * COLUMN)
 
 
 @triton.jit
 def store_tile(pointer, rows, columns, ROW: tl.constexpr, tile):
-    tl.store(pointer + rows[:, None] * ROW + columns[None, :], tile.to(pointer.dtype.element_ty))
+    tl.store(pointer + rows[:, None] * ROW + columns[None, :], tile)
 
 
 @triton.jit
