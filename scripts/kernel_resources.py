@@ -46,13 +46,12 @@ POINTERS = {"chunks": "*i32", "counts": "*i64", "length": "*i64", "next_length":
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled kernel: `constants` are its compile-time arguments."""
+    """One compiled kernel: its compile-time arguments, and the compiler's options."""
 
     target: str
     kernel: str
     constants: tuple[tuple[str, int | str | bool], ...]
-    warps: int
-    stages: int
+    options: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,8 @@ def variants(shapes, targets) -> list[Variant]:
                 for name, more in used_by(shape, precision):
                     known = dict(**shape.constants(name), PRECISION=precision, **more)
                     constants = tuple((p.name, known[p.name]) for p in kernels()[name].params if p.is_constexpr)
-                    chosen = options(name, warp_size=TARGETS[target][0][2])
-                    found[Variant(target, name, constants, chosen["num_warps"], chosen["num_stages"])] = None
+                    chosen = options(name, amd=TARGETS[target][0][0] == "hip")
+                    found[Variant(target, name, constants, tuple(chosen.items()))] = None
     return list(found)
 
 
@@ -113,10 +112,9 @@ def compile_one(variant: Variant) -> Resources:
             signature[name] = POINTERS.get(name, "*fp32")
             aligned[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=aligned)
-    options = dict(num_warps=variant.warps, num_stages=variant.stages)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        compiled = triton.compile(source, target=GPUTarget(*TARGETS[variant.target][0]), options=options)
+        compiled = triton.compile(source, target=GPUTarget(*TARGETS[variant.target][0]), options=dict(variant.options))
     read = _read_amd if "amdgcn" in compiled.asm else _read_nvidia
     return read(compiled.asm, compiled.metadata.shared)
 
@@ -153,7 +151,9 @@ COLUMNS = ["digest", "target", "kernel", "constants", "warps", "stages", *(field
 
 def row_of(variant: Variant, found: Resources) -> dict:
     constants = " ".join(f"{name}={value}" for name, value in variant.constants)
-    values = (digest(), variant.target, variant.kernel, constants, variant.warps, variant.stages, *astuple(found))
+    chosen = dict(variant.options)
+    settings = (chosen["num_warps"], chosen["num_stages"])
+    values = (digest(), variant.target, variant.kernel, constants, *settings, *astuple(found))
     return dict(zip(COLUMNS, map(str, values), strict=True))
 
 

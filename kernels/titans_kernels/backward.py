@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .forward import chunks_here, end_of_chunk
-from .tiles import kernel, load_tile, product, silu, silu_curve, silu_slope, squared_norms, store_tile
+from .tiles import kernel, load_tile, product, rolled, silu, silu_curve, silu_slope, squared_norms, store_tile
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _layer_read_backward(
     (FIRST: sets it). `work` [C, C] is room for the gradient of the overlap. Returns the gradients of decay and drift.
     """
     weight = load_tile(step, t, t, C, 1)
-    for start in range(0, C, BC):
+    for start in range(0, rolled(C), BC):
         i = start + tl.arange(0, BC)
         d_product = -product(dz, OUT, 1, error, 1, OUT, t, i, OUT, BO, PRECISION) * tl.load(scale + i)[None, :]
         found = d_product * load_tile(overlap, t, i, C, 1)
@@ -37,7 +37,7 @@ def _layer_read_backward(
         store_tile(work, t, i, C, d_product * load_tile(step, t, i, C, 1))
     tl.debug_barrier()  # the gradient of the overlap is read by other threads than wrote it
     d_decay, d_drift = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
-    for start in range(0, IN, BI):
+    for start in range(0, rolled(IN), BI):
         i = start + tl.arange(0, BI)
         xb_tile = load_tile(xb, t, i, IN, 1)
         through = product(dz, OUT, 1, W, 1, OUT, t, i, OUT, BO, PRECISION)
@@ -49,12 +49,12 @@ def _layer_read_backward(
         d_tile += product(work, C, 1, x, IN, 1, t, i, C, BC, PRECISION)
         store_tile(d_xb, t, i, IN, d_tile)
         store_tile(d_x, t, i, IN, product(work, 1, C, xb, IN, 1, t, i, C, BC, PRECISION))
-    for o_start in range(0, OUT, BO):
+    for o_start in range(0, rolled(OUT), BO):
         o = o_start + tl.arange(0, BO)
         dz_tile = load_tile(dz, t, o, OUT, 1)
         P = tl.trans(load_tile(overlap, t, t, C, 1) * weight)
         store_tile(d_error, t, o, OUT, -tl.dot(P, dz_tile, input_precision=PRECISION))
-        for i_start in range(0, IN, BI):
+        for i_start in range(0, rolled(IN), BI):
             i = i_start + tl.arange(0, BI)
             xb_tile = load_tile(xb, i, t, 1, IN)
             store_tile(d_W, i, o, OUT, tl.dot(xb_tile, M_of_M[:, None] * dz_tile, input_precision=PRECISION))
@@ -86,13 +86,13 @@ def read_backward_kernel(
     zb, xb, d_read = read + 2 * here * F, read + (2 * here + C) * F, d_read + here * F
     found_decay, found_drift = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     if DEPTH == 2:
-        for start in range(0, C, BC):
+        for start in range(0, rolled(C), BC):
             i = start + tl.arange(0, BC)
             P1 = product(q + tokens, D, 1, k + tokens, 1, D, t, i, D, BD, PRECISION)
             P1 *= load_tile(step, t, i, C, 1) * tl.load(scale1 + here + i)[None, :]
             store_tile(work, t, i, C, P1)
         tl.debug_barrier()  # here and below: what follows reads what other threads wrote
-        for start in range(0, F, BF):
+        for start in range(0, rolled(F), BF):
             f = start + tl.arange(0, BF)
             Z = M_of_M[:, None] * product(q + tokens, D, 1, W1 + slot, F, 1, t, f, D, BD, PRECISION)
             Z += M_of_S[:, None] * product(q + tokens, D, 1, S1 + slot, F, 1, t, f, D, BD, PRECISION)
@@ -100,7 +100,7 @@ def read_backward_kernel(
             store_tile(zb, t, f, F, Z)
             store_tile(xb, t, f, F, silu(Z))
         tl.debug_barrier()
-        for start in range(0, C, BC):
+        for start in range(0, rolled(C), BC):
             i = start + tl.arange(0, BC)
             store_tile(overlap, t, i, C, product(xb, F, 1, hidden + here * F, 1, F, t, i, F, BF, PRECISION))
         tl.debug_barrier()
@@ -110,11 +110,11 @@ def read_backward_kernel(
             True, C, F, D, BF, BD, BC, PRECISION,
         )  # fmt: skip
         tl.debug_barrier()
-        for start in range(0, F, BF):
+        for start in range(0, rolled(F), BF):
             f = start + tl.arange(0, BF)
             dz = load_tile(d_read, t, f, F, 1) * silu_slope(load_tile(zb, t, f, F, 1))
             store_tile(d_read, t, f, F, dz)
-    for start in range(0, C, BC):
+    for start in range(0, rolled(C), BC):
         i = start + tl.arange(0, BC)
         store_tile(overlap, t, i, C, product(q + tokens, D, 1, k + tokens, 1, D, t, i, D, BD, PRECISION))
     tl.debug_barrier()
@@ -145,7 +145,7 @@ def _layer_write_backward(
     s = tl.load(scale + t)
     from_M, from_S = tl.zeros(t.shape, tl.float32), tl.zeros(t.shape, tl.float32)
     along, error_squared = tl.zeros(t.shape, tl.float32), tl.zeros(t.shape, tl.float32)
-    for start in range(0, OUT, BO):
+    for start in range(0, rolled(OUT), BO):
         o = start + tl.arange(0, BO)
         error_tile, d_tile = load_tile(error, t, o, OUT, 1), load_tile(d_error, t, o, OUT, 1)
         moved = product(x, IN, 1, d_W, OUT, 1, t, o, IN, BI, PRECISION)
@@ -162,7 +162,7 @@ def _layer_write_backward(
     along = tl.where(capped, along * s, 0.0)
     from_x = along / tl.where(capped, x_squared, 1.0)
     taken = along / tl.where(capped, error_squared, 1.0)
-    for start in range(0, IN, BI):
+    for start in range(0, rolled(IN), BI):
         i = start + tl.arange(0, BI)
         d_tile = load_tile(d_x, t, i, IN, 1) - from_x[:, None] * load_tile(x, t, i, IN, 1)
         d_tile -= (to_M * s)[:, None] * product(error, OUT, 1, d_W, 1, OUT, t, i, OUT, BO, PRECISION)
@@ -181,9 +181,9 @@ def _state_backward(
     Adds `x^T dz`, and `more^T error` if TWO. Returns the gradients of the three coefficients of the old state.
     """
     from_decay, from_drift, from_momentum = 0.0, 0.0, 0.0
-    for i_start in range(0, IN, BI):
+    for i_start in range(0, rolled(IN), BI):
         i = i_start + tl.arange(0, BI)
-        for o_start in range(0, OUT, BO):
+        for o_start in range(0, rolled(OUT), BO):
             o = o_start + tl.arange(0, BO)
             end_W, end_S = load_tile(d_W + IN * OUT, i, o, OUT, 1), load_tile(d_S + IN * OUT, i, o, OUT, 1)
             old_S = load_tile(S, i, o, OUT, 1)
@@ -232,7 +232,7 @@ def write_backward_kernel(
         s1 = tl.load(scale1 + here + t)[:, None]
         if DEPTH == 1:
             tl.debug_barrier()  # here and below: what follows reads what other threads wrote
-            for start in range(0, F, BF):
+            for start in range(0, rolled(F), BF):
                 f = start + tl.arange(0, BF)
                 d_tile = s1 * load_tile(d_error1 + wide, t, f, F, 1)
                 d_tile = 2.0 * (d_tile - taken1[:, None] * load_tile(error1 + wide, t, f, F, 1))
@@ -249,7 +249,7 @@ def write_backward_kernel(
             from_S += more_S
             s2 = tl.load(scale2 + here + t)[:, None]
             tl.debug_barrier()
-            for start in range(0, F, BF):  # back through the error's own chain: error1 = (error2 W2^T) slope
+            for start in range(0, rolled(F), BF):  # back through the error's own chain: error1 = (error2 W2^T) slope
                 f = start + tl.arange(0, BF)
                 Z = load_tile(pre + wide, t, f, F, 1)
                 d_tile = s1 * load_tile(d_error1 + wide, t, f, F, 1)
@@ -259,7 +259,7 @@ def write_backward_kernel(
                 d_hidden_tile += d_tile * load_tile(through + wide, t, f, F, 1) * silu_curve(Z)
                 store_tile(d_hidden + wide, t, f, F, d_hidden_tile)
             tl.debug_barrier()
-            for start in range(0, D, BD):  # error2 = 2 (out - v)
+            for start in range(0, rolled(D), BD):  # error2 = 2 (out - v)
                 d = start + tl.arange(0, BD)
                 d_tile = s2 * load_tile(d_error2 + narrow, t, d, D, 1)
                 d_tile -= taken2[:, None] * load_tile(error2 + narrow, t, d, D, 1)
@@ -267,7 +267,7 @@ def write_backward_kernel(
                 store_tile(d_error2 + narrow, t, d, D, 2.0 * d_tile)
                 store_tile(dv + tokens, t, d, D, -2.0 * d_tile)
             tl.debug_barrier()
-            for start in range(0, F, BF):
+            for start in range(0, rolled(F), BF):
                 f = start + tl.arange(0, BF)
                 d_tile = product(d_error2 + narrow, D, 1, W2 + slot, 1, D, t, f, D, BD, PRECISION)
                 d_tile *= silu_slope(load_tile(pre + wide, t, f, F, 1))
@@ -278,7 +278,7 @@ def write_backward_kernel(
             )  # fmt: skip
             dz1 = d_hidden + wide
         tl.debug_barrier()
-        for start in range(0, D, BD):
+        for start in range(0, rolled(D), BD):
             d = start + tl.arange(0, BD)
             d_tile = product(dz1, F, 1, W1 + slot, 1, F, t, d, F, BF, PRECISION)
             store_tile(dk + tokens, t, d, D, load_tile(d_k + narrow, t, d, D, 1) + d_tile)

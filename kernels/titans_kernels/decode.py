@@ -9,7 +9,7 @@ Axis letters as in `forward.py`; slots are the C places of the open chunk. Every
 import triton
 import triton.language as tl
 
-from .tiles import cap, kernel, load_tile, silu, silu_slope, store_tile
+from .tiles import cap, kernel, load_tile, rolled, silu, silu_slope, store_tile
 
 
 @triton.jit
@@ -49,9 +49,9 @@ def _next_state(
     IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Weights and momentum at the next boundary if the token closes the chunk, a copy of the old ones if not."""
-    for a_start in range(0, IN, BI):
+    for a_start in range(0, rolled(IN), BI):
         a = a_start + tl.arange(0, BI)
-        for b_start in range(0, OUT, BO):
+        for b_start in range(0, rolled(OUT), BO):
             b = b_start + tl.arange(0, BO)
             new_W, new_S = load_tile(W, a, b, OUT, 1), load_tile(S, a, b, OUT, 1)
             if closes:
@@ -98,7 +98,7 @@ def token_kernel(
     fresh_x, fresh_error = fresh + row * 2 * F, fresh + row * 2 * F + F
     error_squared = 0.0
     if DEPTH == 1:
-        for start in range(0, F, BF):
+        for start in range(0, rolled(F), BF):
             f = start + tl.arange(0, BF)
             E = tl.sum(K[:, None] * load_tile(W1 + state, d, f, F, 1), axis=0)
             E = 2.0 * (E - tl.load(v + row * D + f))
@@ -106,7 +106,7 @@ def token_kernel(
             tl.store(fresh_error + f, E)
         tl.debug_barrier()  # here and below: what follows reads what other threads wrote
         capped = cap(k_squared, error_squared, max_surprise)
-        for start in range(0, F, BF):
+        for start in range(0, rolled(F), BF):
             f = start + tl.arange(0, BF)
             E = _next_factors(
                 error1 + here * F, next_error1 + here * F, capped * tl.load(fresh_error + f), i, f, written, F
@@ -117,7 +117,7 @@ def token_kernel(
             tl.store(y + row * D + f, tl.where(real, Z, 0.0))
     else:
         out, hidden_squared = tl.zeros((D,), tl.float32), 0.0
-        for start in range(0, F, BF):
+        for start in range(0, rolled(F), BF):
             f = start + tl.arange(0, BF)
             Z = tl.sum(K[:, None] * load_tile(W1 + state, d, f, F, 1), axis=0)
             A = silu(Z)
@@ -127,7 +127,7 @@ def token_kernel(
             tl.store(fresh_error + f, silu_slope(Z))
         E2 = 2.0 * (out - V)
         tl.debug_barrier()
-        for start in range(0, F, BF):
+        for start in range(0, rolled(F), BF):
             f = start + tl.arange(0, BF)
             E = tl.sum(load_tile(W2 + state, f, d, D, 1) * E2[None, :], axis=1) * tl.load(fresh_error + f)
             error_squared += tl.sum(E * E)
@@ -136,7 +136,7 @@ def token_kernel(
         tl.debug_barrier()
         capped = cap(k_squared, error_squared, max_surprise)
         Y, overlap = tl.zeros((D,), tl.float32), tl.zeros((C,), tl.float32)
-        for start in range(0, F, BF):
+        for start in range(0, rolled(F), BF):
             f = start + tl.arange(0, BF)
             E = _next_factors(
                 error1 + here * F, next_error1 + here * F, capped * tl.load(fresh_error + f), i, f, written, F

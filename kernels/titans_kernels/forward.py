@@ -13,7 +13,7 @@ goes with the coefficients, so that no capped copy is made.
 import triton
 import triton.language as tl
 
-from .tiles import cap, kernel, load_tile, product, silu, silu_slope, squared_norms, store_tile
+from .tiles import cap, kernel, load_tile, product, rolled, silu, silu_slope, squared_norms, store_tile
 
 
 @triton.jit
@@ -71,10 +71,10 @@ def _update(
     """Weights and momentum in the next slot, after a chunk of gradients `x_i error_i^T`."""
     M_of_M, M_of_S, S_of_S, to_M, to_S = end
     to_M, to_S = (to_M * scale)[:, None], (to_S * scale)[:, None]
-    for i_start in range(0, IN, BI):
+    for i_start in range(0, rolled(IN), BI):
         i = i_start + tl.arange(0, BI)
         x_tile = load_tile(x, i, t, 1, IN)
-        for o_start in range(0, OUT, BO):
+        for o_start in range(0, rolled(OUT), BO):
             o = o_start + tl.arange(0, BO)
             error_tile = load_tile(error, t, o, OUT, 1)
             old_W, old_S = load_tile(W, i, o, OUT, 1), load_tile(S, i, o, OUT, 1)
@@ -143,7 +143,7 @@ def states_kernel(
         end = end_of_chunk(step, in_S, decay, drift, momentum, here, t, C)
         k_squared, error1_squared = squared_norms(k + tokens, t, D, BD), tl.zeros((C,), tl.float32)
         if DEPTH == 1:
-            for start in range(0, F, BF):
+            for start in range(0, rolled(F), BF):
                 f = start + tl.arange(0, BF)
                 out = product(k + tokens, D, 1, W1 + slot, F, 1, t, f, D, BD, PRECISION)
                 E = 2.0 * (out - load_tile(v + tokens, t, f, D, 1))
@@ -152,7 +152,7 @@ def states_kernel(
             tl.debug_barrier()  # errors are read by other threads than wrote them
         else:
             hidden_squared, error2_squared = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
-            for start in range(0, F, BF):
+            for start in range(0, rolled(F), BF):
                 f = start + tl.arange(0, BF)
                 Z = product(k + tokens, D, 1, W1 + slot, F, 1, t, f, D, BD, PRECISION)
                 A = silu(Z)
@@ -160,14 +160,14 @@ def states_kernel(
                 store_tile(pre + here * F, t, f, F, Z)
                 store_tile(hidden + here * F, t, f, F, A)
             tl.debug_barrier()  # activations, likewise
-            for start in range(0, D, BD):
+            for start in range(0, rolled(D), BD):
                 d = start + tl.arange(0, BD)
                 out = product(hidden + here * F, F, 1, W2 + slot, D, 1, t, d, F, BF, PRECISION)
                 E = 2.0 * (out - load_tile(v + tokens, t, d, D, 1))
                 error2_squared += tl.sum(E * E, axis=1)
                 store_tile(error2 + here * D, t, d, D, E)
             tl.debug_barrier()  # errors, likewise
-            for start in range(0, F, BF):
+            for start in range(0, rolled(F), BF):
                 f = start + tl.arange(0, BF)
                 U = product(error2 + here * D, D, 1, W2 + slot, 1, D, t, f, D, BD, PRECISION)
                 E = U * silu_slope(load_tile(pre + here * F, t, f, F, 1))
@@ -204,14 +204,14 @@ def outputs_kernel(
     slot = (row * (P + 1) + n) * D * F
     t, asked = tl.arange(0, C), tl.program_id(0) % (C // BQ) * BQ + tl.arange(0, BQ)
     if n >= chunks_here(chunks, row, first, P, H):
-        for start in range(0, D, BD):
+        for start in range(0, rolled(D), BD):
             store_tile(y + tokens, asked, start + tl.arange(0, BD), D, tl.zeros((BQ, BD), tl.float32))
         return
     weight = load_tile(step + here * C, asked, t, C, 1)
     M_of_M, M_of_S = tl.load(decay + here + asked)[:, None], tl.load(drift + here + asked)[:, None]
     P1 = product(q + tokens, D, 1, k + tokens, 1, D, asked, t, D, BD, PRECISION) * weight
     P1 *= tl.load(scale1 + here + t)[None, :]
-    for start in range(0, F, BF):
+    for start in range(0, rolled(F), BF):
         f = start + tl.arange(0, BF)
         Z = M_of_M * product(q + tokens, D, 1, W1 + slot, F, 1, asked, f, D, BD, PRECISION)
         Z += M_of_S * product(q + tokens, D, 1, S1 + slot, F, 1, asked, f, D, BD, PRECISION)
@@ -224,7 +224,7 @@ def outputs_kernel(
         tl.debug_barrier()  # the queries' hidden layer is read by other threads than wrote it
         P2 = product(asking + here * F, F, 1, hidden + here * F, 1, F, asked, t, F, BF, PRECISION) * weight
         P2 *= tl.load(scale2 + here + t)[None, :]
-        for start in range(0, D, BD):
+        for start in range(0, rolled(D), BD):
             d = start + tl.arange(0, BD)
             Y = M_of_M * product(asking + here * F, F, 1, W2 + slot, D, 1, asked, d, F, BF, PRECISION)
             Y += M_of_S * product(asking + here * F, F, 1, S2 + slot, D, 1, asked, d, F, BF, PRECISION)

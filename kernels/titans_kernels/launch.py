@@ -29,7 +29,9 @@ def _cap(max_surprise: float | None) -> float:
 def run(kernel, grid: tuple[int, ...], shape: Shape, bound: dict) -> None:
     """Launch a kernel with the arguments that `bound` and the shape have for it."""
     bound = bound | shape.constants(kernel.__name__)
-    kernel[grid](**{name: bound[name] for name in kernel.arg_names}, **options(kernel.__name__))
+    kernel[grid](
+        **{name: bound[name] for name in kernel.arg_names}, **options(kernel.__name__, amd=bool(torch.version.hip))
+    )
 
 
 class Piece:

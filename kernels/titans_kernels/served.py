@@ -44,11 +44,12 @@ class Shape:
         return dict(DEPTH=self.depth, C=self.chunk, D=self.width, F=self.hidden, BQ=self.queries, **blocks)
 
 
-def options(kernel: str, warp_size: int | None = None) -> dict[str, int]:
-    """How a kernel is compiled; `warp_size` is that of the GPU in use if it is not given."""
-    if warp_size is None:
-        warp_size = 64 if torch.version.hip else 32
-    return dict(num_warps=WARPS.get(kernel, THREADS // warp_size), num_stages=STAGES)
+def options(kernel: str, amd: bool) -> dict[str, int]:
+    """How a kernel is compiled."""
+    chosen = dict(num_warps=WARPS.get(kernel, THREADS // (64 if amd else 32)), num_stages=STAGES)
+    if not amd:
+        chosen["maxnreg"] = 255  # unasked, NVIDIA's assembler spills a few bytes to fit two programs where one would do
+    return chosen
 
 
 def every_shape() -> list[Shape]:
