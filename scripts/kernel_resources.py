@@ -22,14 +22,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from titans_kernels.served import Shape, every_shape, options
+
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what triton 3.9 does unasked, and 3.10 will not
 
 ROOT = Path(__file__).parent.parent
-PACKAGE, LIST, README = (
-    ROOT / "kernels" / "titans_kernels",
-    ROOT / "kernels" / "resources.csv",
-    ROOT / "kernels/README.md",
-)
+PACKAGE, LIST, README = (ROOT / "kernels" / name for name in ("titans_kernels", "resources.csv", "README.md"))
 BEGIN, END = "<!-- resources: begin -->", "<!-- resources: end -->"
 
 # Shared memory that one program may use, in bytes.
@@ -81,8 +79,6 @@ def used_by(shape, precision: str) -> list[tuple[str, dict]]:
 
 
 def variants(shapes, targets) -> list[Variant]:
-    from titans_kernels.served import options
-
     found = {}
     for target in targets:
         for shape in shapes:
@@ -139,21 +135,25 @@ def _read_amd(asm: dict, shared: int) -> Resources:
 
 
 def digest() -> str:
-    """Of what decides the resources: the kernels' sources, the launch sizes, and triton's version."""
+    """Of what decides the resources: the kernels' sources and the launch sizes."""
+    sources = [(PACKAGE / f"{name}.py").read_bytes() for name in ("tiles", "forward", "backward", "decode", "served")]
+    return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
+
+
+def triton_version() -> str:
     import triton
 
-    sources = [(PACKAGE / f"{name}.py").read_bytes() for name in ("tiles", "forward", "backward", "decode", "served")]
-    return hashlib.sha256(b"".join([*sources, triton.__version__.encode()])).hexdigest()[:16]
+    return triton.__version__
 
 
-COLUMNS = ["digest", "target", "kernel", "constants", "warps", "stages", *(field.name for field in fields(Resources))]
+COLUMNS = ["target", "kernel", "constants", "warps", "stages", *(field.name for field in fields(Resources))]
 
 
 def row_of(variant: Variant, found: Resources) -> dict:
     constants = " ".join(f"{name}={value}" for name, value in variant.constants)
     chosen = dict(variant.options)
     settings = (chosen["num_warps"], chosen["num_stages"])
-    values = (digest(), variant.target, variant.kernel, constants, *settings, *astuple(found))
+    values = (variant.target, variant.kernel, constants, *settings, *astuple(found))
     return dict(zip(COLUMNS, map(str, values), strict=True))
 
 
@@ -176,13 +176,16 @@ def problems(rows: list[dict]) -> list[str]:
     return found
 
 
-def read_list() -> list[dict]:
+def read_list() -> tuple[str, str, list[dict]]:
+    """The digest and the version of triton that the list was made with, and its rows."""
     with LIST.open(newline="") as file:
-        return list(csv.DictReader(file))
+        _, _, made_from, _, version = file.readline().split()
+        return made_from, version, list(csv.DictReader(file))
 
 
 def write_list(rows: list[dict]) -> None:
     with LIST.open("w", newline="") as file:
+        file.write(f"# sources {digest()} triton {triton_version()}\n")
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -192,7 +195,6 @@ def default_shapes() -> list:
     """The memories of the presets."""
     from titans_hf import TitansConfig
     from titans_hf.configuration_titans import PRESET_SIZES, VARIANTS
-    from titans_kernels.served import Shape
 
     found = {}
     for name in (f"titans-{variant}-{size}" for variant in VARIANTS for size in PRESET_SIZES):
@@ -233,14 +235,12 @@ def summary(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def write_readme(rows: list[dict]) -> None:
-    import triton
-
+def readme_with(rows: list[dict], version: str) -> str:
     text = README.read_text()
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     section = f"""
-Written by `python scripts/kernel_resources.py` with triton {triton.__version__}. All variants are in `resources.csv`:
+Written by `python scripts/kernel_resources.py` with triton {version}. All variants are in `resources.csv`:
 
 {summary(rows)}
 
@@ -249,7 +249,27 @@ The presets' memory, per target: registers of a thread (r; on AMD both register 
 
 {table(rows, default_shapes())}
 """
-    README.write_text(before + BEGIN + section + END + after)
+    return before + BEGIN + section + END + after
+
+
+def differences(compiled: list[dict]) -> list[str]:
+    """Where the project's list or README is not what these sources give."""
+    made_from, version, rows = read_list()
+    found = problems(rows)
+    if made_from != digest():
+        found.append(f"{LIST.name} was made from other sources: run this script without --check")
+    names = ("target", "kernel", "constants")
+    listed = {tuple(row[name] for name in names) for row in rows}
+    wanted = {tuple(row_of(v, Resources(0, 0, 0, 0))[name] for name in names) for v in variants(every_shape(), TARGETS)}
+    found += [f"{LIST.name} lacks {missing}" for missing in sorted(wanted - listed)]
+    found += [f"{LIST.name} has {more}, which nothing launches" for more in sorted(listed - wanted)]
+    if version != triton_version():
+        print(f"the list is of triton {version}, this is {triton_version()}: numbers are not compared", file=sys.stderr)
+    else:
+        found += [f"not as in {LIST.name}: {row}" for row in compiled if row not in rows]
+    if readme_with(rows, version) != README.read_text():
+        found.append(f"{README.name} does not show what {LIST.name} says")
+    return found
 
 
 def main() -> None:
@@ -263,24 +283,19 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: kernels cannot be compiled in this process")
-    from titans_kernels.served import every_shape
-
     todo = variants(default_shapes() if arguments.defaults else every_shape(), arguments.targets)
     rows = compile_all(todo, arguments.workers)
-    for problem in problems(rows):
+    found = problems(rows) + (differences(rows) if arguments.check else [])
+    for problem in found:
         print(problem, file=sys.stderr)
     if arguments.check:
-        known = read_list()
-        different = [row for row in rows if row not in known]
-        for row in different:
-            print(f"not as in {LIST.name}: {row}", file=sys.stderr)
-        sys.exit(bool(problems(rows) or different))
+        sys.exit(bool(found))
     if arguments.defaults or set(arguments.targets) != set(TARGETS):
         print(f"{len(rows)} compiled; the list is only written for all shapes and targets")
         return
     write_list(rows)
-    write_readme(rows)
-    print(f"{len(rows)} compiled, {len(problems(rows))} with problems; wrote {LIST.name} and {README.name}")
+    README.write_text(readme_with(rows, triton_version()))
+    print(f"{len(rows)} compiled, {len(found)} with problems; wrote {LIST.name} and {README.name}")
 
 
 if __name__ == "__main__":

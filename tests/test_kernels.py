@@ -1,71 +1,126 @@
-"""The kernels compute what the chunk form computes: outputs, states and every gradient, in Triton's interpreter."""
+"""The kernels compute what the torch form computes: outputs, states and every gradient, in Triton's interpreter.
+
+Memory that no kernel has written is NaN in all of these tests.
+"""
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
 from support import assert_close, every_variant, memory_inputs, random_ids, tiny_model
 from torch.nn.functional import normalize
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from titans_hf import memory_ops, neural_memory
-from titans_kernels.formulae import Chunk
+from titans_hf import MemoryState, memory_ops, neural_memory
 
-pytest.importorskip("triton", reason="triton is not installed (pip install titans-hf[kernels])")
-scan = pytest.importorskip("titans_kernels.scan")
+kernels = pytest.importorskip("titans_kernels", reason="triton is not installed (pip install titans-hf[kernels])")
+from titans_kernels import launch, scan, served  # noqa: E402
+from titans_kernels.formulae import Chunk  # noqa: E402
 
 # depth, head width, expansion, chunk, whole chunks, cap
 SHAPES = [
     (1, 16, 1, 16, 3, None),
     (1, 32, 1, 32, 2, 0.7),
+    (1, 64, 1, 16, 2, 5.0),
     (2, 16, 1, 16, 3, 10.0),
+    (2, 16, 2, 32, 2, None),
     (2, 32, 2, 16, 2, 0.7),
+    (2, 64, 1, 32, 1, 0.7),
     (2, 64, 2, 64, 1, None),
 ]
+GATES = {"all gates": {}, "no momentum": {"eta": 0.0}, "no forgetting": {"alpha": 0.0}}
 
 
 @pytest.fixture(autouse=True)
-def memory_that_was_never_written_is_nan(monkeypatch):
-    new_empty = torch.Tensor.new_empty
-
-    def filled(self, *args, **kwargs):
-        x = new_empty(self, *args, **kwargs)
-        return x.fill_(float("nan")) if x.is_floating_point() else x
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", filled)
+def memory_that_was_never_written_is_nan():
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty and its kind return
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
-def chunked_inputs(depth, D, expansion, C, N, B=2, H=3, seed=0):
-    """Weights, momentum and tokens [B, H, N, C, ...]; some gates are exactly 0 or 1."""
+def chunked_inputs(depth, D, expansion, C, N, B=2, H=3, seed=0, eta=None, alpha=None):
+    """Weights, momentum and tokens [B, H, N, C, ...]; some gates are exactly 0 or 1, or all of one kind as given."""
     g = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
     uniform = lambda: torch.rand(B, H, N, C, generator=g)  # noqa: E731
     q, k, v = normal(B, H, N, C, D), normalize(normal(B, H, N, C, D), dim=-1), normal(B, H, N, C, D)
-    theta, eta, alpha = 0.1 * uniform(), uniform(), 0.3 * uniform()
-    eta[..., 3], eta[..., 4], alpha[..., 5], alpha[..., 7] = 0.0, 1.0, 1.0, 0.0
+    gates = theta, etas, alphas = 0.1 * uniform(), uniform(), 0.3 * uniform()
+    etas[..., 3], etas[..., 4], alphas[..., 5], alphas[..., 7] = 0.0, 1.0, 1.0, 0.0
+    for gate, value in ((etas, eta), (alphas, alpha)):
+        if value is not None:
+            gate.fill_(value)
     widths = [D, *[expansion * D] * (depth - 1), D]
     weights = [normal(B, H, i, o) / i**0.5 for i, o in zip(widths, widths[1:], strict=False)]
     momentum = [0.1 * normal(*W.shape) for W in weights]
-    return weights, momentum, [q, k, v, theta, eta, alpha]
+    return weights, momentum, [q, k, v, *gates]
+
+
+def outputs_and_gradients(run, weights, momentum, tokens, chunks, cap):
+    """Outputs (zeros behind a row's last chunk), end states, and the gradients of starts, tokens and gates."""
+    inputs = [x.detach().requires_grad_() for x in (*weights, *momentum, *tokens)]
+    depth, N = len(weights), tokens[0].shape[2]
+    y, W, S = run(tuple(inputs[:depth]), tuple(inputs[depth : 2 * depth]), *inputs[2 * depth :], chunks, cap)
+    real = torch.arange(N) < (torch.full((2,), N) if chunks is None else chunks)[:, None]
+    outputs = [torch.where(real[:, None, :, None, None], y, 0.0), *W, *S]
+    g = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(x.shape, generator=g).to(x.dtype) for x in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, inputs, upstream)]
+
+
+def assert_all_close(mine, theirs, tolerance: float) -> None:
+    for x, y in zip(mine, theirs, strict=True):
+        assert_close(x, y, tolerance)
+
+
+# Whole chunks
 
 
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_whole_chunks_equal_the_torch_form(shape, ragged):
-    """Outputs, final weights and momentum, and the gradients of tokens, gates and start; rows of different lengths."""
     *sizes, N, cap = shape
-    weights, momentum, tokens = chunked_inputs(*sizes, N)
-    inputs = [x.requires_grad_() for x in (*weights, *momentum, *tokens)]
-    chunks = torch.tensor([N, N - 1]) if ragged else None
-    real = torch.arange(N) < (torch.tensor([N, N]) if chunks is None else chunks)[:, None]
-    found = []
-    for run in (scan.scan_chunks, memory_ops.scan_chunks):
-        y, W, S = run(tuple(weights), tuple(momentum), *tokens, chunks, cap)
-        outputs = [torch.where(real[:, None, :, None, None], y, 0.0), *W, *S]
-        g = torch.Generator().manual_seed(1)
-        upstream = [torch.randn(x.shape, generator=g) for x in outputs]
-        found.append([*outputs, *torch.autograd.grad(outputs, inputs, upstream)])
-    for mine, theirs in zip(*found, strict=True):
-        assert_close(mine, theirs, 2e-6)
+    inputs = (*chunked_inputs(*sizes, N), torch.tensor([N, N - 1]) if ragged else None, cap)
+    mine, theirs = (outputs_and_gradients(form.scan_chunks, *inputs) for form in (kernels, memory_ops))
+    assert_all_close(mine, theirs, 2e-6)
+
+
+@pytest.mark.parametrize("gates", GATES.values(), ids=GATES)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_without_momentum_or_forgetting(depth, gates):
+    inputs = (*chunked_inputs(depth, 16, 1, 16, 2, **gates), None, 1.0)
+    mine, theirs = (outputs_and_gradients(form.scan_chunks, *inputs) for form in (kernels, memory_ops))
+    assert_all_close(mine, theirs, 2e-6)
+
+
+@pytest.mark.parametrize("chunks", [[7, 7], [7, 5], [3, 6], [0, 4]], ids=str)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_sequences_of_several_pieces_and_checkpoints(depth, chunks, monkeypatch):
+    """Rows that end in any piece; states recomputed from checkpoints; linear memories on and off the chip."""
+    monkeypatch.setattr(launch, "PIECE", 4)
+    monkeypatch.setattr(launch, "GROUP", 2)
+    monkeypatch.setattr(served, "ON_CHIP_WIDTH", {"ieee": 0 if chunks[0] == 3 else 32})
+    inputs = (*chunked_inputs(depth, 16, 1, 16, 7), torch.tensor(chunks), 1.0)
+    mine, theirs = (outputs_and_gradients(form.scan_chunks, *inputs) for form in (kernels, memory_ops))
+    assert_all_close(mine, theirs, 5e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_tokens_keep_a_float32_state(dtype):
+    weights, momentum, tokens = chunked_inputs(2, 16, 2, 16, 2)
+    tokens = [*(x.to(dtype) for x in tokens[:3]), *tokens[3:]]
+    mine, theirs = (
+        outputs_and_gradients(form.scan_chunks, weights, momentum, tokens, None, 1.0) for form in (kernels, memory_ops)
+    )
+    assert [x.dtype for x in mine[1:5]] == [torch.float32] * 4  # weights and momentum of two layers
+    assert [x.dtype for x in mine[9:12]] == [dtype] * 3  # gradients of q, k, v
+    assert_all_close(mine[1:5], theirs[1:5], 2e-6)
+    assert_all_close([x.float() for x in mine], [x.float() for x in theirs], 2 * torch.finfo(dtype).eps)
+
+
+# The written-out derivative
 
 
 @pytest.mark.parametrize("closed_gates", [False, True])
@@ -83,8 +138,41 @@ def test_the_written_out_backward_equals_autograd(depth, cap, closed_gates):
         chunk = Chunk(starts[:depth], starts[depth:], *tokens, cap)
         after_W, after_S = chunk.after()
         dW, dS, *d_tokens = chunk.backward(upstream[0], upstream[1 : 1 + depth], upstream[1 + depth :])
-    for mine, theirs in zip((chunk.y, *after_W, *after_S, *dW, *dS, *d_tokens), (y, *W, *S, *expected), strict=True):
-        assert_close(mine, theirs, 1e-12)
+    found = (chunk.y, *after_W, *after_S, *dW, *dS, *d_tokens)
+    assert_all_close(found, (y, *W, *S, *expected), 1e-12)
+
+
+class WrittenOut(torch.autograd.Function):
+    """A chunk of a memory of two layers, with the backward that the kernels compute."""
+
+    @staticmethod
+    def forward(ctx, cap, *inputs):
+        ctx.chunk = Chunk(inputs[:2], inputs[2:4], *inputs[4:], cap)
+        W, S = ctx.chunk.after()
+        return ctx.chunk.y, *W, *S
+
+    @staticmethod
+    def backward(ctx, dy, *d_states):
+        dW, dS, *d_tokens = ctx.chunk.backward(dy, d_states[:2], d_states[2:])
+        return None, *dW, *dS, *d_tokens
+
+
+@pytest.mark.parametrize("cap", [None, 0.9])
+def test_the_written_out_backward_passes_gradcheck(cap):
+    """Finite differences in float64."""
+    tokens, state = memory_inputs(B=1, T=4, H=1, D=3)
+    tokens = [x.transpose(1, 2).contiguous() for x in tokens]
+    inputs = [x.requires_grad_() for x in (*state.weights, *state.momentum, *tokens)]
+    assert torch.autograd.gradcheck(lambda *x: WrittenOut.apply(cap, *x), inputs)
+
+
+# Any length, from any state
+
+
+def assert_same_state(mine: MemoryState, theirs: MemoryState) -> None:
+    assert_all_close(sum(mine.current(), ()), sum(theirs.current(), ()), 2e-6)
+    if theirs.length is not None:
+        assert torch.equal(mine.length, theirs.length)
 
 
 @pytest.mark.parametrize("tokens_read_before", [0, 5, 16])
@@ -101,53 +189,178 @@ def test_any_length_from_any_state_equals_the_torch_backend(tokens_read_before):
             neural_memory(*tokens, state, mask=padding, backend=backend, **options) for backend in ("triton", "torch")
         )
         assert_close(y, expected, 2e-6)
-        for mine, theirs in zip(
-            (*after.current()[0], *after.current()[1]), sum(expected_after.current(), ()), strict=True
-        ):
-            assert_close(mine, theirs, 2e-6)
+        assert_same_state(after, expected_after)
+
+
+@pytest.mark.parametrize("cap", [None, 0.8])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_decoding_token_by_token_equals_the_torch_backend(depth, cap):
+    """Across two chunk boundaries, which the rows reach at different tokens: one row pauses now and then."""
+    tokens, start = memory_inputs(B=2, T=39, H=3, D=16, depth=depth, dtype=torch.float32)
+    outputs, states = [], []
+    for backend in ("triton", "torch"):
+        state = start
+        for t in range(39):
+            lengths = torch.tensor([1, int(t % 7 != 3)])
+            y, state = neural_memory(
+                *(x[:, t : t + 1] for x in tokens),
+                state,
+                chunk_size=16,
+                max_surprise=cap,
+                backend=backend,
+                lengths=lengths,
+            )
+            outputs.append(torch.where(lengths.bool()[:, None, None, None], y, 0.0))
+        states.append(state)
+    assert_close(torch.cat(outputs[:39], 1), torch.cat(outputs[39:], 1), 2e-6)
+    assert_same_state(*states)
+
+
+def test_decoding_changes_nothing_in_place():
+    tokens, state = memory_inputs(B=1, T=1, D=16, dtype=torch.float32)
+    state = state.opened(16)
+    before = [x.clone() for x in state.tensors()]
+    neural_memory(*tokens, state, chunk_size=16, backend="triton")
+    assert all(map(torch.equal, state.tensors(), before))
+
+
+# In a model
+
+MODEL_SIZES = dict(hidden_size=32, head_dim=16, memory_chunk_size=16, segment_size=32, sliding_window=16)
 
 
 @every_variant
 def test_a_model_computes_and_trains_the_same_with_kernels(variant):
-    sizes = dict(hidden_size=32, head_dim=16, memory_chunk_size=16, segment_size=32, sliding_window=16)
     ids, found = random_ids(2, 39), []
     for implementation in ("triton", "torch"):
-        model = tiny_model(variant, torch.float32, num_hidden_layers=1, memory_implementation=implementation, **sizes)
+        model = tiny_model(
+            variant, torch.float32, num_hidden_layers=1, memory_implementation=implementation, **MODEL_SIZES
+        )
         outputs = model(ids, labels=ids)
         outputs.loss.backward()
         found.append([outputs.logits, *(p.grad for p in model.parameters())])
-    for mine, theirs in zip(*found, strict=True):
-        assert_close(mine, theirs, 2e-5)
+    assert_all_close(*found, 2e-5)
 
 
-def test_the_operators_pass_torch_s_own_checks():
-    """Schema, fake tensors, autograd registration, ahead-of-time dispatch: what torch.compile relies on."""
-    weights, momentum, tokens = chunked_inputs(2, 16, 1, 16, 2, B=1, H=1)
-    inputs = [x.requires_grad_() for x in (*weights, *momentum, *tokens)]
+@every_variant
+def test_a_model_generates_the_same_with_kernels(variant):
+    ids, found = random_ids(2, 21), []
+    for implementation in ("triton", "torch"):
+        model = tiny_model(
+            variant, torch.float32, num_hidden_layers=1, memory_implementation=implementation, **MODEL_SIZES
+        )
+        found.append(
+            model.generate(
+                ids,
+                max_new_tokens=14,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+                eos_token_id=None,
+            )
+        )
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    assert_all_close(found[0].logits, found[1].logits, 2e-5)
+
+
+# Wired into torch
+
+
+def operator_arguments(depth: int):
+    weights, momentum, tokens = chunked_inputs(depth, 16, 1, 16, 2, B=1, H=1)
     chunks = torch.tensor([2], dtype=torch.int32)
-    arguments = (inputs[:2], inputs[2:4], *inputs[4:], chunks, 10.0)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.titans.scan_chunks.default, arguments, test_utils=checks)
-    y, *states = torch.ops.titans.scan_chunks(*arguments)
-    gradients = (torch.ones_like(y), [torch.ones_like(x) for x in states], [x.detach() for x in states])
-    arguments = (*gradients, *(x.detach() for x in tokens), chunks, 10.0)
-    torch.library.opcheck(torch.ops.titans.scan_chunks_backward.default, arguments, test_utils=checks)
+    return weights, momentum, tokens, chunks
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_operators_pass_torch_s_own_checks(depth):
+    """Schema, fake tensors, autograd registration, ahead-of-time dispatch: what torch.compile relies on."""
+    weights, momentum, tokens, chunks = operator_arguments(depth)
+    for x in (*weights, *momentum, *tokens):
+        x.requires_grad_()
+    arguments = (weights, momentum, *tokens, chunks, 10.0, True)
+    torch.library.opcheck(torch.ops.titans.scan_chunks.default, arguments)
+    with torch.no_grad():
+        y, *states = torch.ops.titans.scan_chunks(*arguments)
+        ends, checkpoints = states[: 2 * depth], states[2 * depth :]
+        gradients = (torch.ones_like(y), [torch.ones_like(x) for x in ends], checkpoints)
+        arguments = (*gradients, *(x.detach() for x in tokens), chunks, 10.0)
+    torch.library.opcheck(torch.ops.titans.scan_chunks_backward.default, arguments)
+    _, state = memory_inputs(B=1, H=2, D=16, depth=depth, dtype=torch.float32)
+    state = state.opened(16)
+    q, gate = torch.randn(1, 2, 1, 16), torch.rand(1, 2, 1)
+    parts = map(list, (state.weights, state.momentum, state.inputs, state.errors))
+    arguments = (*parts, *state.gates, state.length, q, q, q, gate, gate, gate, torch.ones(1, dtype=torch.long), 10.0)
+    torch.library.opcheck(torch.ops.titans.extend_chunk.default, arguments)
+
+
+def test_meta_tensors_have_the_shapes_of_real_ones():
+    tokens, state = memory_inputs(B=2, T=37, H=3, D=16, dtype=torch.float32)
+    y, after = neural_memory(*tokens, state, chunk_size=16, backend="triton")
+    tokens, state = [x.to("meta") for x in tokens], state.map(lambda x: x.to("meta"))
+    y_meta, after_meta = neural_memory(*tokens, state, chunk_size=16, backend="triton")
+    assert (y_meta.shape, y_meta.dtype) == (y.shape, y.dtype)
+    assert [x.shape for x in after_meta.tensors()] == [x.shape for x in after.tensors()]
+
+
+def test_torch_compile_takes_the_kernels_as_they_are():
+    """One graph, with the same outputs and gradients."""
+    tokens, state = memory_inputs(B=2, T=32, H=2, D=16, dtype=torch.float32)
+    k = tokens[1].requires_grad_()
+
+    def read(*tokens):
+        y, after = neural_memory(*tokens, state, chunk_size=16, max_surprise=1.0, backend="triton")
+        return y, after.weights[0]
+
+    compiled = torch.compile(read, fullgraph=True, backend="aot_eager")
+    found = []
+    for fn in (compiled, read):
+        outputs = fn(*tokens)
+        found.append([*outputs, *torch.autograd.grad([x.square().sum() for x in outputs], k)])
+    assert_all_close(*found, 1e-6)
+
+
+def operators_of(backend: str, D: int = 16, T: int = 32, chunk: int = 16) -> set[str]:
+    """The kernels' operators that a call runs."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            seen.add(str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    seen = set()
+    tokens, state = memory_inputs(B=2, T=T, H=2, D=D, dtype=torch.float32)
+    with Watch():
+        neural_memory(*tokens, state, chunk_size=chunk, backend=backend)
+    return {name.split(".")[1] for name in seen if name.startswith("titans.")}
+
+
+def test_auto_takes_the_kernels_for_gpu_tensors_that_they_serve(monkeypatch):
+    assert operators_of("auto") == set()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # what tensors of CUDA and of HIP devices say
+    assert operators_of("auto") == {"scan_chunks"}
+    assert operators_of("auto", T=1) == {"extend_chunk"}
+    assert operators_of("auto", D=24) == set()
+    assert operators_of("auto", chunk=12) == set()
+    assert operators_of("torch") == set()
 
 
 def test_names_and_signatures_are_those_of_the_definition():
-    mine, definition = (inspect.signature(module.scan_chunks) for module in (scan, memory_ops))
-    assert list(mine.parameters.values()) == list(definition.parameters.values())
+    for name in ("scan_chunks", "extend_chunk"):
+        mine, definition = (inspect.signature(getattr(module, name)) for module in (kernels, memory_ops))
+        assert list(mine.parameters.values()) == list(definition.parameters.values())
 
 
 def test_what_the_kernels_do_not_serve_is_refused_by_name(monkeypatch):
-    def read(chunk=16, depth=2, D=16, dtype=torch.float32):
-        tokens, state = memory_inputs(T=1, D=D, depth=depth, dtype=dtype)  # refused before any kernel would run
+    def read(chunk=16, depth=2, D=16, expansion=2, dtype=torch.float32):
+        tokens, state = memory_inputs(T=1, D=D, depth=depth, expansion=expansion, dtype=dtype)
         neural_memory(*tokens, state, chunk_size=chunk, backend="triton")
 
     for sizes, message in (
         (dict(chunk=12), "a chunk of 12 tokens"),
         (dict(D=24), "a head width of 24"),
         (dict(depth=3), "a memory of 3 layers"),
+        (dict(expansion=3), "a hidden width of 48"),
         (dict(dtype=torch.float64), "float64"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -155,3 +368,45 @@ def test_what_the_kernels_do_not_serve_is_refused_by_name(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="CPU tensors"):
         read()
+
+
+def test_every_served_shape_is_let_through():
+    q = torch.empty(1, 1, 1, 1)
+    for shape in served.every_shape():
+        layers = [(shape.width, shape.hidden), (shape.hidden, shape.width)][: shape.depth]
+        weights = [torch.empty(1, 1, *layer) for layer in layers]
+        assert kernels.refusal(weights, q, shape.chunk) is None
+        assert served.shape_of(weights, shape.chunk) == shape
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None  # importing it now fails
+import torch
+from titans_hf import TitansConfig, TitansForCausalLM
+from titans_hf.memory_ops import MemoryState, neural_memory
+sizes = dict(hidden_size=32, head_dim=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
+TitansForCausalLM(TitansConfig(**sizes))(torch.tensor([[1, 2, 3]]))
+W, x, gate = torch.zeros(1, 1, 16, 16), torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1)
+try:
+    neural_memory(x, x, x, gate, gate, gate, MemoryState((W,), (W,)), chunk_size=16, backend="triton")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_without_triton_the_model_runs_and_asking_for_it_says_what_to_install():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "pip install 'titans-hf[kernels]'" in done.stdout
+
+
+def test_a_backward_keeps_a_fraction_of_the_states():
+    """What a forward leaves for the backward: one state in GROUP, not one per chunk."""
+    N = 2 * served.GROUP
+    weights, momentum, tokens = chunked_inputs(1, 16, 1, 16, N, B=1, H=1)
+    weights = [W.requires_grad_() for W in weights]
+    y, *_ = kernels.scan_chunks(tuple(weights), tuple(momentum), *tokens, None, None)
+    kept = [x for x in y.grad_fn.saved_tensors if x.shape[-2:] == weights[0].shape[-2:] and x.dim() == 5]
+    assert [x.shape[2] for x in kept if x.shape[2] != N] == [2, 2]
+    assert scan.GROUP == launch.GROUP

@@ -38,7 +38,8 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 def without_autocast(x: Tensor):
     """A context in which matrix products keep the state's precision, whatever autocast would make of them."""
     device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    active = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if active else nullcontext()
 
 
 # Rows: a batch whose rows have different numbers of real tokens, standing at different places of the chunk grid.
@@ -56,8 +57,13 @@ def where_rows(rows: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def on_host(counts: Tensor | None) -> list[int] | None:
-    """Row counts as Python numbers, or None while `torch.compile` traces: then callers use bounds instead of values."""
-    return None if counts is None or torch.compiler.is_compiling() else counts.tolist()
+    """Row counts as Python numbers, or None where they have no values: then callers use bounds instead."""
+    return None if counts is None or _without_values(counts) else counts.tolist()
+
+
+def _without_values(x: Tensor) -> bool:
+    """Whether only shapes are computed: `torch.compile` traces, or the tensor is on the meta device."""
+    return torch.compiler.is_compiling() or x.is_meta
 
 
 def select_rows(rows: Tensor, mine, theirs):
@@ -387,7 +393,7 @@ def extend_chunk(state, q, k, v, theta, eta, alpha, counts: Tensor | None, max_s
     length = state.length + (n if counts is None else counts)
     state = MemoryState(state.weights, state.momentum, inputs, errors, gates, length)
     full = length == C
-    if torch.compiler.is_compiling() or bool(full.any()):
+    if _without_values(full) or bool(full.any()):
         weights, momentum = state.current()
         state = replace(
             state,

@@ -1,0 +1,49 @@
+"""The kernels compile for GPUs that are not here, and the scripts about them say what is so."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed (pip install titans-hf[kernels])")
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(script: str, *arguments, **environment) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, **environment})
+
+
+def test_the_presets_kernels_compile_without_spills_as_the_list_says():
+    """For every target, in a process that compiles; also: every variant is in the list, and none of them spills."""
+    done = run("kernel_resources.py", "--defaults", "--check", TRITON_INTERPRET="0")
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_list_is_checked_against_the_sources(tmp_path):
+    """A check that could not fail would be none: with another digest it does."""
+    code = "import kernel_resources as r; r.digest = lambda: 'other'; print(r.differences([]))"
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT / "scripts")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert "was made from other sources" in done.stdout, done.stderr
+
+
+def test_the_roofline_in_the_readme_is_the_scripts():
+    assert run("kernel_roofline.py", "--check").returncode == 0
+
+
+def test_the_kernel_benchmark_compares_before_it_times(tmp_path):
+    done = run("bench_kernels.py", "--device", "cpu", "--record", tmp_path / "kernels", TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    with (tmp_path / "kernels.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["implementation"] for row in rows} >= {"torch", "triton"}
+    assert all(float(row["disagreement"]) < 1e-4 and float(row["tokens_per_second"]) > 0 for row in rows)
+    assert json.loads((tmp_path / "kernels.json").read_text())["runs"]
+    assert (tmp_path / "kernels.png").stat().st_size > 10_000
