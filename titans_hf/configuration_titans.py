@@ -39,8 +39,8 @@ class TitansConfig(PreTrainedConfig):
         memory_gates: "token" (gates per token) or "chunk" (gates of a chunk from its first token, Section 3.2).
         memory_momentum, memory_forget, memory_conv: switches for the ablations of Table 5.
         memory_conv_width: taps of the causal depthwise convolution on the memory's queries, keys and values.
-        memory_implementation: "auto" and "torch" (the chunk form), "triton" (its whole chunks in kernels, on GPUs) or
-            "recurrent" (the token loop, for checks).
+        memory_implementation: "torch" (the chunk form), "triton" (its kernels, on GPUs), "auto" (the kernels where they
+            are installed and serve the tensors, else torch) or "recurrent" (the token loop, for checks).
         max_position_embeddings: what tools take for the longest input. Positions are local, so nothing in the model
             depends on it.
     """

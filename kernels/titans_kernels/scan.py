@@ -55,12 +55,15 @@ def _(weights, momentum, q, k, v, theta, eta, alpha, chunks, max_surprise, keep)
 def _save(ctx, inputs, output) -> None:
     weights, _, *tokens, chunks, max_surprise, _ = inputs
     ctx.depth, ctx.max_surprise = len(weights), max_surprise
+    ctx.set_materialize_grads(False)  # the checkpoints never have a gradient: no zeros of their size
     ctx.save_for_backward(*tokens, chunks, *output[1 + 2 * ctx.depth :])
 
 
 def _backward(ctx, gradients):
     q, k, v, theta, eta, alpha, chunks, *checkpoints = ctx.saved_tensors
-    dy, *d_ends = gradients[: 1 + 2 * ctx.depth]
+    ends = [(*q.shape[:2], *x.shape[3:]) for x in checkpoints]
+    shapes = zip(gradients, (q.shape, *ends), strict=False)
+    dy, *d_ends = (checkpoints[0].new_zeros(shape) if g is None else g for g, shape in shapes)
     found = torch.ops.titans.scan_chunks_backward(
         dy, d_ends, checkpoints, q, k, v, theta, eta, alpha, chunks, ctx.max_surprise
     )
