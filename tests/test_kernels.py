@@ -17,7 +17,6 @@ from titans_hf import MemoryState, memory_ops, neural_memory
 
 kernels = pytest.importorskip("titans_kernels", reason="triton is not installed (pip install titans-hf[kernels])")
 from titans_kernels import launch, scan, served  # noqa: E402
-from titans_kernels.formulae import Chunk  # noqa: E402
 
 # depth, head width, expansion, chunk, whole chunks, cap
 SHAPES = [
@@ -118,52 +117,6 @@ def test_half_precision_tokens_keep_a_float32_state(dtype):
     assert [x.dtype for x in mine[9:12]] == [dtype] * 3  # gradients of q, k, v
     assert_all_close(mine[1:5], theirs[1:5], 2e-6)
     assert_all_close([x.float() for x in mine], [x.float() for x in theirs], 2 * torch.finfo(dtype).eps)
-
-
-# The written-out derivative
-
-
-@pytest.mark.parametrize("closed_gates", [False, True])
-@pytest.mark.parametrize("cap", [None, 0.7, 10.0])
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_written_out_backward_equals_autograd(depth, cap, closed_gates):
-    """In float64, with gates of exactly 0 and 1, with and without tokens that meet the cap."""
-    tokens, state = memory_inputs(T=7, depth=depth, closed_gates=closed_gates)
-    tokens = [x.transpose(1, 2).contiguous().requires_grad_() for x in tokens]
-    starts = [x.requires_grad_() for x in (*state.weights, *state.momentum)]
-    y, W, S = memory_ops._chunk(tuple(starts[:depth]), tuple(starts[depth:]), *tokens, cap)
-    upstream = [torch.randn_like(x) for x in (y, *W, *S)]
-    expected = torch.autograd.grad((y, *W, *S), (*starts, *tokens), upstream)
-    with torch.no_grad():
-        chunk = Chunk(starts[:depth], starts[depth:], *tokens, cap)
-        after_W, after_S = chunk.after()
-        dW, dS, *d_tokens = chunk.backward(upstream[0], upstream[1 : 1 + depth], upstream[1 + depth :])
-    found = (chunk.y, *after_W, *after_S, *dW, *dS, *d_tokens)
-    assert_all_close(found, (y, *W, *S, *expected), 1e-12)
-
-
-class WrittenOut(torch.autograd.Function):
-    """A chunk of a memory of two layers, with the backward that the kernels compute."""
-
-    @staticmethod
-    def forward(ctx, cap, *inputs):
-        ctx.chunk = Chunk(inputs[:2], inputs[2:4], *inputs[4:], cap)
-        W, S = ctx.chunk.after()
-        return ctx.chunk.y, *W, *S
-
-    @staticmethod
-    def backward(ctx, dy, *d_states):
-        dW, dS, *d_tokens = ctx.chunk.backward(dy, d_states[:2], d_states[2:])
-        return None, *dW, *dS, *d_tokens
-
-
-@pytest.mark.parametrize("cap", [None, 0.9])
-def test_the_written_out_backward_passes_gradcheck(cap):
-    """Finite differences in float64."""
-    tokens, state = memory_inputs(B=1, T=4, H=1, D=3)
-    tokens = [x.transpose(1, 2).contiguous() for x in tokens]
-    inputs = [x.requires_grad_() for x in (*state.weights, *state.momentum, *tokens)]
-    assert torch.autograd.gradcheck(lambda *x: WrittenOut.apply(cap, *x), inputs)
 
 
 # Any length, from any state

@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from . import chunk_ops
+
 BACKENDS = ("auto", "torch", "triton", "recurrent")
 
 # Coefficients below this become exact zeros: they cannot change a float64 sum, and subnormal products slow a CPU down.
@@ -417,6 +419,8 @@ def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | 
         The outputs [B, H, N, C, D], and weights and momentum after each row's last chunk.
     """
     q, k, v = (x.to(weights[0].dtype) for x in (q, k, v))
+    if not torch.compiler.is_compiling() and not _inside_functorch():
+        return chunk_ops.scan(max_surprise, chunks, weights, momentum, q, k, v, theta, eta, alpha)
     step = _chunk
     # checkpoints rest on saved-tensor hooks, which torch.func's transforms do not have
     if torch.is_grad_enabled() and not _inside_functorch():
