@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -98,13 +98,61 @@ def contenders(sizes: Sizes, device: str) -> dict[str, Callable]:
     return found
 
 
+def distance(mine: list, theirs: list) -> float:
+    """The largest difference, relative to the size of what is compared; NaN if there is one anywhere."""
+    pairs = zip(mine, theirs, strict=True)
+    return torch.stack([(a - b).abs().max() / b.abs().max().clamp(min=1e-6) for a, b in pairs]).max().item()
+
+
 def disagreement(first: Callable, second: Callable, inputs: list) -> float:
-    """The largest difference of outputs and of all gradients, relative to their size."""
+    """Of outputs and of all gradients."""
     found = []
     for read in (first, second):
         y = read(*inputs)
         found.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
-    return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() for a, b in zip(*found, strict=True))
+    return distance(*found)
+
+
+def ragged_disagreement(sizes: Sizes, device: str) -> float:
+    """Rows of different lengths: outputs, final states, and the gradients of all of them."""
+    inputs, found = sizes.inputs(5 * sizes.chunk, device), []
+    lengths = torch.tensor([5 * sizes.chunk - 3, *[2 * sizes.chunk] * (sizes.batch - 1)], device=device)
+    mask = torch.arange(5 * sizes.chunk, device=device) < lengths[:, None]
+    for backend in ("triton", "torch"):
+        *tokens, state = *inputs[:6], MemoryState(tuple(inputs[6:]), tuple(torch.zeros_like(W) for W in inputs[6:]))
+        y, after = neural_memory(*tokens, state, chunk_size=sizes.chunk, max_surprise=1.0, mask=mask, backend=backend)
+        outputs = [y, *after.current()[0], *after.current()[1]]
+        found.append([*outputs, *torch.autograd.grad(sum(x.square().sum() for x in outputs), inputs)])
+    return distance(*found)
+
+
+@torch.no_grad()
+def decoding_disagreement(sizes: Sizes, device: str) -> float:
+    """Token by token, over a chunk's end."""
+    *tokens, found = *sizes.inputs(sizes.chunk + 5, device), []
+    tokens, weights = tokens[:6], tokens[6:]
+    for backend in ("triton", "torch"):
+        state, outputs = MemoryState(tuple(weights), tuple(torch.zeros_like(W) for W in weights)), []
+        for t in range(sizes.chunk + 5):
+            y, state = neural_memory(
+                *(x[:, t : t + 1] for x in tokens), state, chunk_size=sizes.chunk, max_surprise=1.0, backend=backend
+            )
+            outputs.append(y)
+        found.append([torch.cat(outputs, 1), *state.current()[0], *state.current()[1]])
+    return distance(*found)
+
+
+def verify(sizes: Sizes, device: str, tolerance: float) -> None:
+    """Every kernel against the torch form, for both depths, several times: a race does not show each time."""
+    for depth in tqdm((1, 2), desc="comparing"):
+        for repeat in range(3 if device == "cuda" else 1):
+            for check in (ragged_disagreement, decoding_disagreement):
+                off = check(replace(sizes, depth=depth), device)
+                if not off <= tolerance:
+                    what = f"{check.__name__.split('_')[0]}, depth {depth}, run {repeat}"
+                    sys.exit(
+                        f"triton and torch disagree by {off:.1e} ({what}; allowed {tolerance:.0e}): nothing is timed"
+                    )
 
 
 def timed(read: Callable, inputs: list, backward: bool) -> float:
@@ -121,9 +169,9 @@ def timed(read: Callable, inputs: list, backward: bool) -> float:
     return time.perf_counter() - started
 
 
-def measure(sizes: Sizes, lengths: list[int], repeats: int, device: str) -> list[dict]:
+def measure(sizes: Sizes, lengths: list[int], repeats: int, device: str, tolerance: float) -> list[dict]:
     rows, readers = [], contenders(sizes, device)
-    tolerance = TOLERANCE[torch.get_float32_matmul_precision()]
+    verify(sizes, device, tolerance)
     bar = tqdm(total=len(lengths) * 2 * (repeats + 1), desc="timing")
     for tokens in lengths:
         inputs = sizes.inputs(tokens, device)
@@ -188,7 +236,8 @@ def main() -> None:
     sizes, lengths = Sizes(**{name: getattr(arguments, name) for name in names}), arguments.tokens
     if arguments.device == "cpu":  # the interpreter is a thousand times slower: the script runs, its times mean nothing
         sizes, lengths, arguments.repeats = Sizes(1, 2, 16, sizes.expansion, sizes.depth, 16), [32, 48], 1
-    rows = measure(sizes, lengths or [1024, 4096, 16384], arguments.repeats, arguments.device)
+    tolerance = TOLERANCE[arguments.precision]
+    rows = measure(sizes, lengths or [1024, 4096, 16384], arguments.repeats, arguments.device, tolerance)
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU, Triton interpreted"
     record = write_record(arguments.record, device=where, precision=arguments.precision, sizes=vars(sizes), runs=rows)
     with record.with_suffix(".csv").open("w", newline="") as file:

@@ -38,6 +38,20 @@ def test_the_roofline_in_the_readme_is_the_scripts():
     assert run("kernel_roofline.py", "--check").returncode == 0
 
 
+def test_the_kernel_benchmark_times_nothing_that_is_not_equal():
+    """A NaN in one gradient is enough."""
+    code = (
+        "import torch, bench_kernels as b; x = torch.ones(2); n = torch.tensor([1.0, float('nan')]);"
+        "print(b.distance([x, x], [x, n]) <= 1e9); b.ragged_disagreement = lambda *_: float('nan');"
+        "b.verify(b.Sizes(1, 1, 16, 1, 1, 16), 'cpu', 1.0)"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "scripts")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == "False"
+    assert done.returncode == 1
+    assert "nothing is timed" in done.stderr
+
+
 def test_the_kernel_benchmark_compares_before_it_times(tmp_path):
     done = run("bench_kernels.py", "--device", "cpu", "--record", tmp_path / "kernels", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr[-3000:]

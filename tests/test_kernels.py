@@ -6,6 +6,8 @@ Memory that no kernel has written is NaN in all of these tests.
 import inspect
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titans_hf import MemoryState, memory_ops, neural_memory
 
 kernels = pytest.importorskip("titans_kernels", reason="triton is not installed (pip install titans-hf[kernels])")
-from titans_kernels import launch, scan, served  # noqa: E402
+from titans_kernels import served  # noqa: E402
 
 # depth, head width, expansion, chunk, whole chunks, cap
 SHAPES = [
@@ -98,9 +100,9 @@ def test_without_momentum_or_forgetting(depth, gates):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_sequences_of_several_pieces_and_checkpoints(depth, chunks, monkeypatch):
     """Rows that end in any piece; states recomputed from checkpoints; linear memories on and off the chip."""
-    monkeypatch.setattr(launch, "PIECE", 4)
-    monkeypatch.setattr(launch, "GROUP", 2)
-    monkeypatch.setattr(served, "ON_CHIP_WIDTH", {"ieee": 0 if chunks[0] == 3 else 32})
+    monkeypatch.setattr(served, "PIECE", 4)
+    monkeypatch.setattr(served, "GROUP", 2)
+    monkeypatch.setattr(served, "ON_CHIP_WIDTH", {"ieee": 0 if chunks[0] == 3 else 16})
     inputs = (*chunked_inputs(depth, 16, 1, 16, 7), torch.tensor(chunks), 1.0)
     mine, theirs = (outputs_and_gradients(form.scan_chunks, *inputs) for form in (kernels, memory_ops))
     assert_all_close(mine, theirs, 5e-6)
@@ -220,8 +222,8 @@ def test_a_model_generates_the_same_with_kernels(variant):
 
 
 def operator_arguments(depth: int):
-    weights, momentum, tokens = chunked_inputs(depth, 16, 1, 16, 2, B=1, H=1)
-    chunks = torch.tensor([2], dtype=torch.int32)
+    weights, momentum, tokens = chunked_inputs(depth, 16, 1, 16, 2)
+    chunks = torch.tensor([2, 1], dtype=torch.int32)
     return weights, momentum, tokens, chunks
 
 
@@ -323,6 +325,37 @@ def test_what_the_kernels_do_not_serve_is_refused_by_name(monkeypatch):
         read()
 
 
+def test_pieces_hold_whole_groups_and_stay_within_their_buffers():
+    for shape in served.every_shape():
+        for rows in (1, 16, 128, 768, 65_535):
+            chunks = served.piece_of(rows, shape)
+            assert chunks % served.GROUP == 0
+            assert served.GROUP <= chunks <= served.PIECE
+            state = 2 * shape.depth * shape.width * shape.hidden * 4
+            assert chunks == served.GROUP or chunks * rows * state <= served.BUFFERS
+
+
+class OnGPU(NamedTuple):
+    """As much of a tensor as the choice of precision looks at."""
+
+    dtype: torch.dtype
+    device: torch.device = torch.device("cuda:0")
+
+
+def test_tf32_is_used_where_tokens_or_torch_s_switches_allow_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=9))
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "ieee"
+        assert served.precision_of(OnGPU(torch.float32)) == "ieee"
+        assert served.precision_of(OnGPU(torch.bfloat16)) == "tf32"
+        matmul.fp32_precision = "tf32"
+        assert served.precision_of(OnGPU(torch.float32)) == "tf32"
+    finally:
+        matmul.fp32_precision = before
+
+
 def test_every_served_shape_is_let_through():
     q = torch.empty(1, 1, 1, 1)
     for shape in served.every_shape():
@@ -362,4 +395,3 @@ def test_a_backward_keeps_a_fraction_of_the_states():
     y, *_ = kernels.scan_chunks(tuple(weights), tuple(momentum), *tokens, None, None)
     kept = [x for x in y.grad_fn.saved_tensors if x.shape[-2:] == weights[0].shape[-2:] and x.dim() == 5]
     assert [x.shape[2] for x in kept if x.shape[2] != N] == [2, 2]
-    assert scan.GROUP == launch.GROUP

@@ -141,6 +141,8 @@ class RowCut:
             width: number of token columns.
             period: grid spacing.
         """
+        if offset is not None and width == 1:  # a decoding step: into the open cell, wherever the row stands
+            return cls(width, 1, 0, lengths)
         places = on_host(offset)
         if offset is None or (places is not None and not any(places)):
             return cls(width, 0, width, None, lengths)

@@ -1,7 +1,7 @@
 """One token in one kernel: written into the open chunk and read, the step of decoding.
 
-The kernel writes the whole next state beside the old one: a carried state is never changed in place, nothing waits for
-the host to learn whether a chunk is full, and every step is the same launch, which a CUDA graph can hold.
+The kernel writes the whole next state beside the old one: a carried state is never changed in place, the host need not
+learn whether a chunk is full, and every step is the same launch, which a CUDA graph can hold.
 
 Axis letters as in `forward.py`; slots are the C places of the open chunk. Everything is contiguous.
 """

@@ -1,18 +1,20 @@
 """Launches the kernels: buffers, grids and the order of things. Imported only where Triton runs.
 
-A row's chunks are worked through in pieces of `PIECE`, so that what lies between the kernels has a size of its own and
-not the sequence's. Tensors go to the kernels by name: a kernel's argument is what `Piece.bound` holds under that name.
+A row's chunks are worked through in pieces (`served.piece_of`), so that what lies between the kernels has a size of its
+own and not the sequence's. Tensors go to the kernels by name: an argument is what `Piece.bound` holds under that name.
 """
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
+from . import served
 from .backward import gates_backward_kernel, read_backward_kernel, write_backward_kernel
 from .decode import token_kernel
 from .forward import coefficients_kernel, linear_states_kernel, outputs_kernel, states_kernel
-from .served import GROUP, PIECE, Shape, options, precision_of, shape_of
+from .served import Shape, options, piece_of, precision_of, shape_of
 
 TOKENS = ("q", "k", "v", "theta", "eta", "alpha")
 
@@ -35,7 +37,7 @@ def run(kernel, grid: tuple[int, ...], shape: Shape, bound: dict) -> None:
 
 
 class Piece:
-    """Up to `PIECE` chunks of a scan from chunk `first`, and everything the kernels make of them.
+    """Some chunks of a scan from chunk `first`, and everything the kernels make of them.
 
     Args:
         starts: weights and momentum of each layer at the piece's start, [B, H, in, out].
@@ -48,13 +50,14 @@ class Piece:
     ):
         q = tokens["q"]
         self.B, self.H, N, C, _ = q.shape
-        self.depth, self.first, self.P = len(starts) // 2, first, min(PIECE, N - first)
-        self.shape, self.like = shape_of(starts[: self.depth], C), starts[0]
+        self.depth, self.like = len(starts) // 2, starts[0]
+        self.shape = shape_of(starts[: self.depth], C)
+        self.P = min(piece_of(self.B * self.H, self.shape), N - first)
         self.row = torch.arange(self.B, device=q.device)
         self.count = (chunks - first).clamp(0, self.P)  # [B] chunks of each row in this piece
         self.bound = dict(
             **tokens,
-            chunks=chunks,
+            chunks=chunks.contiguous(),
             first=first,
             N=N,
             P=self.P,
@@ -125,11 +128,24 @@ def _by_name(tokens: tuple[Tensor, ...]) -> dict[str, Tensor]:
     return {name: x.float().contiguous() for name, x in zip(TOKENS, tokens, strict=True)}
 
 
+def on_their_device(fn):
+    """Launches go to the current device: make it the one where the tensors are."""
+
+    @functools.wraps(fn)
+    def guarded(tensors, *rest):
+        first = tensors if isinstance(tensors, Tensor) else tensors[0]
+        with torch.cuda.device_of(first):
+            return fn(tensors, *rest)
+
+    return guarded
+
+
+@on_their_device
 def forward(starts: list[Tensor], tokens, chunks: Tensor, max_surprise, keep: bool) -> list[Tensor]:
     """Outputs, end states, and, to `keep` for the backward, the states at every `GROUP`-th chunk's start."""
     dtype, precision, tokens = tokens[0].dtype, precision_of(tokens[0]), _by_name(tokens)
-    N, y, kept = tokens["q"].shape[2], torch.empty_like(tokens["q"]), []
-    for first in range(0, N, PIECE):
+    N, y, kept, first = tokens["q"].shape[2], torch.empty_like(tokens["q"]), [], 0
+    while first < N:
         piece = Piece(starts, tokens, chunks, max_surprise, first, precision)
         states = piece.room_for_states()
         for state, start in zip(states, starts, strict=True):
@@ -138,37 +154,43 @@ def forward(starts: list[Tensor], tokens, chunks: Tensor, max_surprise, keep: bo
         piece.states(group=piece.P, keep=False)
         piece.outputs(y)
         starts = [state[piece.row, :, piece.count] for state in states]
-        kept.append([state[:, :, : piece.P : GROUP].clone() if keep else state.new_empty(0) for state in states])
+        kept.append([x[:, :, : piece.P : served.GROUP].clone() if keep else x.new_empty(0) for x in states])
+        first += piece.P
+        del piece, states, state  # before the next piece makes room for its own
     checkpoints = [torch.cat(parts, dim=2 if keep else 0) for parts in zip(*kept, strict=True)]
     return [y.to(dtype), *starts, *checkpoints]
 
 
+@on_their_device
 def backward(dy: Tensor, d_ends: list[Tensor], checkpoints: list[Tensor], tokens, chunks, max_surprise) -> list[Tensor]:
     """Gradients of the start states and of tokens and gates."""
     dtypes, precision = [x.dtype for x in tokens], precision_of(tokens[0])
     tokens, dy = _by_name(tokens), dy.float().contiguous()
     found = {name: torch.zeros_like(x) for name, x in tokens.items()}
     gradients = {f"d_{name}" if name in ("theta", "eta", "alpha") else f"d{name}": x for name, x in found.items()}
-    for first in reversed(range(0, tokens["q"].shape[2], PIECE)):
-        groups = slice(first // GROUP, first // GROUP + PIECE // GROUP)
+    size = piece_of(math.prod(d_ends[0].shape[:2]), shape_of(d_ends[: len(d_ends) // 2], dy.shape[-2]))
+    for first in reversed(range(0, dy.shape[2], size)):
+        groups = slice(first // served.GROUP, (first + size) // served.GROUP)
         starts = [x[:, :, groups] for x in checkpoints]
         piece = Piece([x[:, :, 0] for x in starts], tokens, chunks, max_surprise, first, precision)
         piece.bound |= gradients
         for state, start in zip(piece.room_for_states(), starts, strict=True):
-            state[:, :, : piece.P : GROUP] = start
+            state[:, :, : piece.P : served.GROUP] = start
         d_states = piece.room_for_states("d_")
         for d_state, d_end in zip(d_states, d_ends, strict=True):
             d_state[piece.row, :, piece.count] = d_end
         piece.coefficients(keep=True)
-        piece.states(group=GROUP, keep=True)
+        piece.states(group=served.GROUP, keep=True)
         piece.read_backward(dy)
         piece.write_backward()
         piece.gates_backward()
-        d_ends = [d_state[:, :, 0] for d_state in d_states]
+        d_ends = [x[:, :, 0].clone() for x in d_states]
+        del piece, state, d_states, d_state  # before the next piece makes room for its own
     d_tokens = [x.to(dtype) for x, dtype in zip(found.values(), dtypes, strict=True)]
-    return [*(x.clone() for x in d_ends), *d_tokens]
+    return [*d_ends, *d_tokens]
 
 
+@on_their_device
 def token(state, gates, length: Tensor, tokens, counts: Tensor, max_surprise) -> list[Tensor]:
     """One token of every row: its output, the next length, gates and state, each in the order it came."""
     depth = len(state) // 4
@@ -185,7 +207,7 @@ def token(state, gates, length: Tensor, tokens, counts: Tensor, max_surprise) ->
     unused = ("W2", "S2", "x2", "error2") if depth == 1 else ()
     bound = dict.fromkeys((*unused, *(f"next_{name}" for name in unused)), like) | old | new
     bound |= dict(zip(("new_theta", "new_eta", "new_alpha"), new_gates, strict=True))
-    bound |= dict(q=q, k=k, v=v, y=y, counts=counts, fresh=like.new_empty(B, H, 2, shape.hidden))
+    bound |= dict(q=q, k=k, v=v, y=y, counts=counts.contiguous(), fresh=like.new_empty(B, H, 2, shape.hidden))
     bound |= dict(H=H, PRECISION=precision, max_surprise=_cap(max_surprise))
     run(token_kernel, (B * H,), shape, bound)
     return [y.to(dtype), *new.values()]

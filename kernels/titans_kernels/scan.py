@@ -7,7 +7,8 @@ once, in the memory of one piece: a layer keeps `1 / GROUP` of its chunks' state
 import torch
 from torch import Tensor
 
-from .served import GROUP, refuse
+from . import served
+from .served import refuse
 
 
 def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | None, max_surprise: float | None):
@@ -47,7 +48,7 @@ def _scan(
 
 @_scan.register_fake
 def _(weights, momentum, q, k, v, theta, eta, alpha, chunks, max_surprise, keep):
-    states, groups = (*weights, *momentum), -(-q.shape[2] // GROUP)
+    states, groups = (*weights, *momentum), -(-q.shape[2] // served.GROUP)
     kept = [W.new_empty(*W.shape[:2], groups, *W.shape[2:]) if keep else W.new_empty(0) for W in states]
     return [torch.empty_like(q, memory_format=torch.contiguous_format), *(W.new_empty(W.shape) for W in states), *kept]
 

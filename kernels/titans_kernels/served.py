@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 CHUNKS, WIDTHS, EXPANSIONS, MAX_DEPTH = (16, 32, 64), (16, 32, 64, 128), (1, 2, 4), 2
+MAX_ROWS = 65_535  # a CUDA grid's second dimension
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-PIECE = 64  # chunks whose states are in memory at a time
+PIECE = 64  # chunks whose states are in memory at a time, at most
+BUFFERS = 2**30  # bytes of states that a piece may take
 GROUP = 8  # chunks between two checkpoints that the forward leaves for the backward
-ON_CHIP_WIDTH = {"tf32": 64, "ieee": 32}  # a memory of one layer up to this width stays in registers between chunks
+ON_CHIP_WIDTH = {"tf32": 64, "ieee": 16}  # a memory of one layer up to this width stays in registers between chunks
 
 BLOCK = 32  # columns of a tile, and inner dimension of a product's step
 BLOCKS = {"write_backward_kernel": 16, "token_kernel": 16}  # where more would spill
@@ -39,8 +41,8 @@ class Shape:
 
     def constants(self, kernel: str) -> dict[str, int]:
         """The sizes by the names that the kernels give them; a kernel takes those it knows."""
-        block = BLOCKS.get(kernel, BLOCK)
-        blocks = dict(BD=min(block, self.width), BF=min(block, self.hidden), BC=min(block, self.chunk))
+        block = min(BLOCKS.get(kernel, BLOCK), self.width)
+        blocks = dict(BD=block, BF=block, BC=min(block, self.chunk))
         return dict(DEPTH=self.depth, C=self.chunk, D=self.width, F=self.hidden, BQ=self.queries, **blocks)
 
 
@@ -62,10 +64,16 @@ def shape_of(weights, chunk_size: int) -> Shape:
     return Shape(len(weights), chunk_size, *weights[0].shape[-2:])
 
 
+def piece_of(rows: int, shape: Shape) -> int:
+    """How many chunks to work on at a time: whole groups, as many as fit."""
+    state = 2 * shape.depth * shape.width * shape.hidden * 4 * rows
+    return max(GROUP, min(PIECE, BUFFERS // state // GROUP * GROUP))
+
+
 def refusal(weights, q: Tensor, chunk_size: int) -> str | None:
     """What is not served of a memory and its tokens; None if all is."""
     first, device = weights[0], q.device.type
-    width, hidden = first.shape[-2:]
+    (width, hidden), rows = first.shape[-2:], first.shape[0] * first.shape[1]
     interpreted = device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     for served, what in (
         (device in ("cuda", "meta") or interpreted, f"{device.upper()} tensors, only those of GPUs"),
@@ -73,6 +81,7 @@ def refusal(weights, q: Tensor, chunk_size: int) -> str | None:
         (q.dtype in DTYPES, f"tokens in {q.dtype}, only in {DTYPES}"),
         (len(weights) <= MAX_DEPTH, f"a memory of {len(weights)} layers, only of 1 or {MAX_DEPTH}"),
         (chunk_size in CHUNKS, f"a chunk of {chunk_size} tokens, only of {CHUNKS}"),
+        (rows <= MAX_ROWS, f"a batch times heads of {rows}, only to {MAX_ROWS}"),
         (width in WIDTHS, f"a head width of {width}, only of {WIDTHS}"),
         (hidden in [width * times for times in EXPANSIONS], f"a hidden width of {hidden}, only {EXPANSIONS} x {width}"),
     ):
@@ -96,7 +105,15 @@ def precision_of(q: Tensor) -> str:
     """
     if q.device.type != "cuda":
         return "ieee"
-    rounded = q.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
+    rounded = q.dtype != torch.float32 or _tf32_is_allowed()
     properties = torch.cuda.get_device_properties(q.device)
     has_tf32 = properties.gcnArchName.startswith("gfx942") if torch.version.hip else properties.major >= 8
     return "tf32" if rounded and has_tf32 else "ieee"
+
+
+def _tf32_is_allowed() -> bool:
+    """By any of torch's switches: once the new ones were used, asking the old one is an error."""
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):
+        return matmul.fp32_precision == "tf32"
+    return torch.get_float32_matmul_precision() != "highest"
