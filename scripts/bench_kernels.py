@@ -235,7 +235,7 @@ def main() -> None:
     names = ("batch", "heads", "width", "expansion", "depth", "chunk")
     sizes, lengths = Sizes(**{name: getattr(arguments, name) for name in names}), arguments.tokens
     if arguments.device == "cpu":  # the interpreter is a thousand times slower: the script runs, its times mean nothing
-        sizes, lengths, arguments.repeats = Sizes(1, 2, 16, sizes.expansion, sizes.depth, 16), [32, 48], 1
+        sizes, lengths, arguments.repeats = Sizes(1, 2, 16, sizes.expansion, sizes.depth, 16), [24, 48], 1
     tolerance = TOLERANCE[arguments.precision]
     rows = measure(sizes, lengths or [1024, 4096, 16384], arguments.repeats, arguments.device, tolerance)
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU, Triton interpreted"
