@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import VARIANTS, memory_inputs
 
-from titans_hf import MemoryState, TitansCache, memory_ops, neural_memory
+from titans_hf import MemoryState, TitansCache, chunk_ops, neural_memory
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
@@ -92,15 +92,15 @@ def test_ordinary_text_does_not_touch_the_cap(variant, monkeypatch):
         optimizer.step()
     assert losses[-1] < losses[0] - 1.0, "the run must have learned something"
 
-    capped, original = [], memory_ops._cap
+    capped = []
 
-    def counting(a, g, max_surprise):
-        scale = original(a, g, max_surprise)
-        if scale.shape[2] == model.config.memory_chunk_size:  # not the prologue
-            capped.append((scale < 1).flatten())
-        return scale
+    class Counting(chunk_ops.Chunk):
+        def after(self):
+            if self.scale[0].shape[1] == model.config.memory_chunk_size:  # not the prologue
+                capped.extend((scale < 1).flatten() for scale in self.scale)
+            return super().after()
 
-    monkeypatch.setattr(memory_ops, "_cap", counting)
+    monkeypatch.setattr(chunk_ops, "Chunk", Counting)
     with torch.no_grad():
         model.eval()(text[None, :4096], use_cache=False)
     assert torch.cat(capped).numel() == 4096 * 2 * 2 * 2, "tokens, heads, memory layers, blocks"

@@ -1,8 +1,8 @@
 """Whole chunks of the memory's update with their derivative written out: the fast form in torch.
 
 `memory_ops` defines what is computed. Here the same is arranged for speed: products accumulate into their result, rows
-are scaled on their narrower side, the cap goes with the coefficients, and the backward computes each chunk again from
-its start state instead of leaving a graph behind. Nothing divides by a gate, so gates of exactly 0 and 1 are ordinary.
+are scaled on their narrower side, the cap goes with the coefficients, and the backward is written out: it keeps what
+products gave and computes the rest again. Nothing divides by a gate, so gates of exactly 0 and 1 are ordinary values.
 
 Axis letters: B batch, H heads, G = B H, N chunks, C tokens of a chunk. Per layer, `X` are the keys' inputs, `Z = X W`,
 `D` the errors before the cap, `U` those before the slope; `Xb` and `Zb` belong to the read. Weights are [G, in, out].
@@ -68,139 +68,181 @@ def _without_dust(x: Tensor) -> Tensor:
     return x - torch.where(x < dust, x, 0.0).detach()
 
 
-def _scaled_product(x: Tensor, row: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _rows_scaled(x: Tensor, row: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Factors of `x^T diag(row) y`, the narrower one scaled."""
     row = row[..., None]
     return ((x * row).mT, y) if x.shape[-1] <= y.shape[-1] else (x.mT, row * y)
 
 
+def _dots(x: Tensor, y: Tensor) -> Tensor:
+    """[G] inner products of whole matrices, without a product of their size in memory."""
+    return torch.bmm(x.flatten(1)[:, None], y.flatten(1)[..., None])[:, 0, 0]
+
+
 class Chunk:
-    """One chunk from its start state: the keys' way forward and the errors' way back.
+    """One chunk from its start state: the keys' way forward, the errors' way back, and the read.
 
     Args:
         weights, momentum: per layer [G, in, out].
-        k, v: [G, C, D].
+        q, k, v: [G, C, D].
+        saved: what `to_save` gave in the forward; without it, it is computed.
     """
 
-    def __init__(self, weights, momentum, k: Tensor, v: Tensor, gates: Gates, max_surprise: float | None):
+    def __init__(self, weights, momentum, q, k, v, gates: Gates, max_surprise: float | None, saved: list | None = None):
         self.weights, self.momentum, self.gates, self.max_surprise = weights, momentum, gates, max_surprise
-        self.X, self.Z, self.U = [k], [], []
-        for W in weights[:-1]:
-            self.Z.append(torch.bmm(self.X[-1], W))
-            self.X.append(F.silu(self.Z[-1]))
-        self.D = [torch.baddbmm(v, self.X[-1], weights[-1], beta=-2, alpha=2)]
-        for W, z in zip(reversed(weights[1:]), reversed(self.Z), strict=True):
-            self.U.insert(0, torch.bmm(self.D[0], W.mT))
-            self.D.insert(0, torch.ops.aten.silu_backward(self.U[0], z))
+        self.depth, self.X, self.Xb = len(weights), [k], [q]
+        if saved is None:
+            self._write(v)
+        else:
+            self._restore(saved)
         if max_surprise is not None:
             self.x_norm, self.d_norm = ([torch.linalg.vector_norm(x, dim=-1) for x in xs] for xs in (self.X, self.D))
             norms = [x * d for x, d in zip(self.x_norm, self.d_norm, strict=True)]
             self.scale = [max_surprise / norm.clamp(min=max_surprise) for norm in norms]
+        if saved is None:
+            self._read()
 
-    def _capped(self, row: Tensor, layer: int) -> Tensor:
-        """Coefficients [..., C] of the gradients, with the cap."""
-        return (
-            row if self.max_surprise is None else row * self.scale[layer][(..., *[None] * (row.dim() - 2), slice(None))]
-        )
+    def _write(self, v: Tensor) -> None:
+        """Each layer's input and the error at its output, at the chunk-start weights (Eq. 12)."""
+        self.Z, self.U = [], []
+        for W in self.weights[:-1]:
+            self.Z.append(torch.bmm(self.X[-1], W))
+            self.X.append(F.silu(self.Z[-1]))
+        self.D = [torch.baddbmm(v, self.X[-1], self.weights[-1], beta=-2, alpha=2)]
+        for W, z in zip(reversed(self.weights[1:]), reversed(self.Z), strict=True):
+            self.U.insert(0, torch.bmm(self.D[0], W.mT))
+            self.D.insert(0, torch.ops.aten.silu_backward(self.U[0], z))
 
-    def after(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights and momentum after the last token."""
-        decay, drift, kept = (
-            x[:, None, None] for x in (self.gates.decay[:, -1], self.gates.drift[:, -1], self.gates.momentum)
-        )
-        weights, momentum = [], []
-        for i, (x, d, W, S) in enumerate(zip(self.X, self.D, self.weights, self.momentum, strict=True)):
-            to_M, to_S = self._capped(self.gates.step[:, -1], i), self._capped(self.gates.to_S, i)
-            weights.append((W * decay).addcmul_(S, drift).baddbmm_(*_scaled_product(x, to_M, d), alpha=-1))
-            momentum.append((S * kept).baddbmm_(*_scaled_product(x, to_S, d), alpha=-1))
-        return weights, momentum
-
-    def read(self, q: Tensor) -> Tensor:
+    def _read(self) -> None:
         """Each query through its own token's memory (Eq. 15), without forming that memory."""
         decay, drift = self.gates.decay[..., None], self.gates.drift[..., None]
-        self.Xb, self.Zb, self.overlap = [q], [], []
+        self.Zb, self.overlap, self.of_W, self.of_S = [], [], [], []
         for i, (x, d, W, S) in enumerate(zip(self.X, self.D, self.weights, self.momentum, strict=True)):
             xb = self.Xb[-1]
             self.overlap.append(torch.bmm(xb, x.mT))
-            if xb.shape[-1] <= d.shape[-1]:
+            if xb.shape[-1] <= W.shape[-1]:
                 z = torch.bmm(xb * decay, W).baddbmm_(xb * drift, S)
             else:
-                z = torch.bmm(xb, W).mul_(decay).addcmul_(torch.bmm(xb, S), drift)
-            self.Zb.append(z.baddbmm_(self.overlap[-1] * self._capped(self.gates.step, i), d, alpha=-1))
-            if i < len(self.weights) - 1:
-                self.Xb.append(F.silu(self.Zb[-1]))
-        return self.Zb[-1]
+                self.of_W.append(torch.bmm(xb, W))
+                self.of_S.append(torch.bmm(xb, S))
+                z = (self.of_W[-1] * decay).addcmul_(self.of_S[-1], drift)
+            z.baddbmm_(self.overlap[-1] * self._capped(self.gates.step, i), d, alpha=-1)
+            if i < self.depth - 1:
+                self.Zb.append(z)
+                self.Xb.append(F.silu(z))
+        self.y = z
+
+    def to_save(self) -> list[Tensor]:
+        """The results of products: what the backward asks for again and elementwise functions do not give."""
+        return [self.D[-1], *self.Z, *self.U, *self.Zb, *self.overlap, *self.of_W, *self.of_S]
+
+    def _restore(self, saved: list[Tensor]) -> None:
+        hidden = self.depth - 1
+        last, *rest = saved
+        self.Z, self.U, self.Zb = (rest[i * hidden : (i + 1) * hidden] for i in range(3))
+        self.overlap, rest = rest[3 * hidden : 3 * hidden + self.depth], rest[3 * hidden + self.depth :]
+        self.of_W, self.of_S = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        self.X += [F.silu(z) for z in self.Z]
+        self.Xb += [F.silu(z) for z in self.Zb]
+        self.D = [torch.ops.aten.silu_backward(u, z) for u, z in zip(self.U, self.Z, strict=True)] + [last]
+
+    def _capped(self, row: Tensor, layer: int) -> Tensor:
+        """Coefficients [G, C] or [G, t, C] of the gradients, with the cap."""
+        if self.max_surprise is None:
+            return row
+        return row * (self.scale[layer] if row.dim() == 2 else self.scale[layer][:, None])
+
+    def after(self) -> list[Tensor]:
+        """Weights, then momentum, after the last token (Eqs. 13 and 14)."""
+        g = self.gates
+        decay, drift, kept = (end[:, None, None] for end in (g.decay[:, -1], g.drift[:, -1], g.momentum))
+        weights, momentum = [], []
+        for i, (x, d, W, S) in enumerate(zip(self.X, self.D, self.weights, self.momentum, strict=True)):
+            to_M, to_S = self._capped(g.step[:, -1], i), self._capped(g.to_S, i)
+            weights.append((W * decay).addcmul_(S, drift).baddbmm_(*_rows_scaled(x, to_M, d), alpha=-1))
+            momentum.append((S * kept).baddbmm_(*_rows_scaled(x, to_S, d), alpha=-1))
+        return [*weights, *momentum]
 
     def backward(self, dy: Tensor, d_weights: list[Tensor], d_momentum: list[Tensor]):
-        """From the gradients of outputs and state after to those of state before, q, k, v and gates.
-
-        `read` must have been called.
-        """
-        d_gates = [torch.zeros_like(x) for x in self.gates]
+        """From the gradients of outputs and state after to those of state before, q, k, v and gates."""
+        d_gates = Gates(*(torch.zeros_like(x) for x in self.gates))
         dX, dD, dW, dS, dz = [], [], [], [], dy
-        for i in reversed(range(len(self.weights))):
-            d_xb, *found = self._layer_backward(i, dz, d_weights[i], d_momentum[i], Gates(*d_gates))
+        for i in reversed(range(self.depth)):
+            d_xb, *found = self._layer_backward(i, dz, d_weights[i], d_momentum[i], d_gates)
             for parts, part in zip((dX, dD, dW, dS), found, strict=True):
                 parts.insert(0, part)
             dz = torch.ops.aten.silu_backward(d_xb, self.Zb[i - 1]) if i else d_xb
         dk, dv = self._write_backward(dX, dD, dW)
-        return dW, dS, dz, dk, dv, Gates(*d_gates)
+        return [*dW, *dS], dz, dk, dv, d_gates
 
     def _layer_backward(self, i: int, dz: Tensor, dW_end: Tensor, dS_end: Tensor, d_gates: Gates):
-        """Through one layer's read and update and its cap; the gates' share is added to `d_gates`.
+        """Through one layer's read, its update and its cap; the gates' share is added to `d_gates`.
 
-        Returns gradients of the read's input, the keys' input, the error before the cap, weights and momentum.
+        Returns gradients of the read's input, the keys' input, the error before the cap, weights and momentum. What is
+        summed over a layer's width is summed on its narrower side.
         """
         g, x, d, xb, W, S = self.gates, self.X[i], self.D[i], self.Xb[i], self.weights[i], self.momentum[i]
-        # the read
-        d_product = self._capped(torch.bmm(dz, d.mT).neg_(), i)
-        d_gates.step.addcmul_(d_product, self.overlap[i])
-        d_overlap = d_product.mul_(g.step)
-        through_W, through_S = torch.bmm(dz, W.mT), torch.bmm(dz, S.mT)
-        d_gates.decay.add_((xb * through_W).sum(-1))
-        d_gates.drift.add_((xb * through_S).sum(-1))
-        d_xb = through_W.mul_(g.decay[..., None]).addcmul_(through_S, g.drift[..., None]).baddbmm_(d_overlap, x)
-        dx = torch.bmm(d_overlap.mT, xb)
-        d_error = torch.bmm((self.overlap[i] * g.step).mT, dz).neg_()  # of the error after the cap
-        # the update
-        x_dW, x_dS = torch.bmm(x, dW_end), torch.bmm(x, dS_end)
-        d_gates.step[:, -1].sub_(self._capped((d * x_dW).sum(-1), i))
-        d_gates.to_S.sub_(self._capped((d * x_dS).sum(-1), i))
-        to_M, to_S = g.step[:, -1], g.to_S
-        d_error.addcmul_(x_dW, to_M[..., None], value=-1).addcmul_(x_dS, to_S[..., None], value=-1)
-        dx.addcmul_(torch.bmm(d, dW_end.mT), self._capped(to_M, i)[..., None], value=-1)
-        dx.addcmul_(torch.bmm(d, dS_end.mT), self._capped(to_S, i)[..., None], value=-1)
-        # the state
-        decay, drift, kept = (end[:, None, None] for end in (g.decay[:, -1], g.drift[:, -1], g.momentum))
-        dW = (dW_end * decay).baddbmm_(*_scaled_product(xb, g.decay, dz))
-        dS = (dW_end * drift).addcmul_(dS_end, kept).baddbmm_(*_scaled_product(xb, g.drift, dz))
-        d_gates.decay[:, -1].add_((dW_end * W).sum((-2, -1)))
-        d_gates.drift[:, -1].add_((dW_end * S).sum((-2, -1)))
-        d_gates.momentum.add_((dS_end * S).sum((-2, -1)))
-        return d_xb, dx, self._cap_backward(i, d_error, dx), dW, dS
+        overlap, widens = self.overlap[i], x.shape[-1] <= d.shape[-1]
+        to_M, to_S = (self._capped(row, i)[..., None] for row in (g.step[:, -1], g.to_S))
+        decay, drift = g.decay[..., None], g.drift[..., None]
 
-    def _cap_backward(self, i: int, d_error: Tensor, dx: Tensor) -> Tensor:
-        """From the error after the cap to the one before; `dx` gets its share, for the input sets the cap as well."""
-        if self.max_surprise is None:
-            return d_error
-        x, d, x_norm, d_norm = self.X[i], self.D[i], self.x_norm[i], self.d_norm[i]
+        agreement = torch.bmm(dz, d.mT)  # [G, C, C]
+        d_step = self._capped(agreement, i)
+        d_gates.step.addcmul_(d_step, overlap, value=-1)
+        d_overlap = d_step * g.step  # of minus the overlap
+        used = overlap * g.step
+        dx = torch.bmm(d_overlap.mT, xb).neg_()
+        dD = torch.bmm(self._capped(used, i).mT, dz).neg_()
+        if widens:
+            of_W, of_S = torch.bmm(dz, W.mT), torch.bmm(dz, S.mT)
+            d_gates.decay.add_((xb * of_W).sum(-1))
+            d_gates.drift.add_((xb * of_S).sum(-1))
+            d_xb = of_W.mul_(decay).addcmul_(of_S, drift)
+            of_W, of_S = torch.bmm(d, dW_end.mT), torch.bmm(d, dS_end.mT)
+            along_M, along_S = (x * of_W).sum(-1), (x * of_S).sum(-1)
+            dx.addcmul_(of_W, to_M, value=-1).addcmul_(of_S, to_S, value=-1)
+            dD.baddbmm_(x * to_M, dW_end, alpha=-1).baddbmm_(x * to_S, dS_end, alpha=-1)
+        else:
+            d_gates.decay.add_((dz * self.of_W.pop()).sum(-1))
+            d_gates.drift.add_((dz * self.of_S.pop()).sum(-1))
+            d_xb = torch.bmm(dz * decay, W.mT).baddbmm_(dz * drift, S.mT)
+            of_W, of_S = torch.bmm(x, dW_end), torch.bmm(x, dS_end)
+            along_M, along_S = (d * of_W).sum(-1), (d * of_S).sum(-1)
+            dx.baddbmm_(d * to_M, dW_end.mT, alpha=-1).baddbmm_(d * to_S, dS_end.mT, alpha=-1)
+            dD.addcmul_(of_W, to_M, value=-1).addcmul_(of_S, to_S, value=-1)
+        d_xb.baddbmm_(d_overlap, x, alpha=-1)
+        d_gates.step[:, -1].sub_(self._capped(along_M, i))
+        d_gates.to_S.sub_(self._capped(along_S, i))
+        if self.max_surprise is not None:
+            along = -(used * agreement).sum(-2) - g.step[:, -1] * along_M - g.to_S * along_S
+            self._cap_backward(i, along, dx, dD)
+
+        end_decay, end_drift, kept = (end[:, None, None] for end in (g.decay[:, -1], g.drift[:, -1], g.momentum))
+        dW = (dW_end * end_decay).baddbmm_(*_rows_scaled(xb, g.decay, dz))
+        dS = (dW_end * end_drift).addcmul_(dS_end, kept).baddbmm_(*_rows_scaled(xb, g.drift, dz))
+        d_gates.decay[:, -1].add_(_dots(dW_end, W))
+        d_gates.drift[:, -1].add_(_dots(dW_end, S))
+        d_gates.momentum.add_(_dots(dS_end, S))
+        return d_xb, dx, dD, dW, dS
+
+    def _cap_backward(self, i: int, along: Tensor, dx: Tensor, dD: Tensor) -> None:
+        """Both the input and the error set the cap. `along` [G, C]: the inner product of the error and its gradient."""
+        x_norm, d_norm = self.x_norm[i], self.d_norm[i]
         capped = x_norm * d_norm > self.max_surprise
-        along = torch.where(capped, (d_error * d).sum(-1) * self.scale[i], 0.0)
-        dx.addcmul_(x, (along / x_norm.square().where(capped, 1.0))[..., None], value=-1)
-        d_error = d_error.mul_(self.scale[i][..., None])
-        return d_error.addcmul_(d, (along / d_norm.square().where(capped, 1.0))[..., None], value=-1)
+        along = torch.where(capped, along * self.scale[i], 0.0)
+        dx.addcmul_(self.X[i], (along / x_norm.square().where(capped, 1.0))[..., None], value=-1)
+        dD.addcmul_(self.D[i], (along / d_norm.square().where(capped, 1.0))[..., None], value=-1)
 
     def _write_backward(self, dX: list[Tensor], dD: list[Tensor], dW: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Through the chain of errors (a double backward) and the keys' way forward."""
         dZ = []
-        for i, z in enumerate(self.Z):
-            W, upstream = self.weights[i + 1], self.D[i + 1]
+        for i, (z, u) in enumerate(zip(self.Z, self.U, strict=True)):
             dH = torch.ops.aten.silu_backward(dD[i], z)
-            dZ.append(_silu_curve(z).mul_(dD[i]).mul_(self.U[i]))
-            dD[i + 1].baddbmm_(dH, W)
-            dW[i + 1].baddbmm_(dH.mT, upstream)
+            dZ.append(_silu_curve_times(dD[i].mul_(u), z, self.X[i + 1]))
+            dD[i + 1].baddbmm_(dH, self.weights[i + 1])
+            dW[i + 1].baddbmm_(dH.mT, self.D[i + 1])
         dZ.append(dD[-1].mul_(2))
-        for i in reversed(range(len(self.weights))):
+        for i in reversed(range(self.depth)):
             dX[i].baddbmm_(dZ[i], self.weights[i].mT)
             dW[i].baddbmm_(self.X[i].mT, dZ[i])
             if i:
@@ -208,30 +250,31 @@ class Chunk:
         return dX[0], dZ[-1].neg()
 
 
-def _silu_curve(z: Tensor) -> Tensor:
-    """The second derivative of SiLU, `s (1 - s) (2 + z - 2 z s)`."""
-    s = torch.sigmoid(z)
-    return torch.addcmul(z, z, s, value=-2).add_(2).mul_(torch.addcmul(s, s, s, value=-1))
+def _silu_curve_times(factor: Tensor, z: Tensor, activation: Tensor) -> Tensor:
+    """`factor` times the second derivative of SiLU, `s (1 - s) (2 + z - 2 z s)`; `activation` is `z s`."""
+    slope = torch.ops.aten.sigmoid_backward(factor, torch.sigmoid(z))  # factor s (1 - s)
+    return torch.add(z, activation, alpha=-2).add_(2).mul_(slope)
 
 
 class _Scan(torch.autograd.Function):
-    """Chunks one after the other. Kept for the backward: the tokens, and the state at every chunk's start."""
+    """Chunks one after the other. Kept for the backward: the tokens, and of every chunk its start and its products."""
 
     @staticmethod
     def forward(ctx, max_surprise, chunks, depth, q, k, v, theta, eta, alpha, *state):
-        starts = []
-        y, end = _forward(max_surprise, chunks, depth, (q, k, v, theta, eta, alpha), list(state), starts)
+        kept = []
+        y, end = _forward(max_surprise, chunks, depth, (q, k, v, theta, eta, alpha), list(state), kept)
         ctx.max_surprise, ctx.depth = max_surprise, depth
-        ctx.save_for_backward(chunks, q, k, v, theta, eta, alpha, *(x for start in starts for x in start))
+        ctx.save_for_backward(chunks, q, k, v, theta, eta, alpha, *(x for chunk in kept for x in chunk))
         return y, *end
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, *d_end):
         chunks, *tokens = ctx.saved_tensors
-        tokens, states = tokens[:6], tokens[6:]
-        starts = [states[i : i + 2 * ctx.depth] for i in range(0, len(states), 2 * ctx.depth)]
-        d_tokens, d_start = _backward(ctx.max_surprise, chunks, ctx.depth, tokens, starts, dy, list(d_end))
+        tokens, kept = tokens[:6], tokens[6:]
+        each = len(kept) // tokens[0].shape[2]
+        kept = [kept[i : i + each] for i in range(0, len(kept), each)]
+        d_tokens, d_start = _backward(ctx.max_surprise, chunks, ctx.depth, tokens, kept, dy, list(d_end))
         return None, None, None, *d_tokens, *d_start
 
 
@@ -274,25 +317,24 @@ def _rows_with(chunks: Tensor | None, N: int, H: int) -> list[Tensor | None]:
     return list((torch.arange(N, device=chunks.device)[:, None] < chunks).repeat_interleave(H, dim=1))
 
 
-def _forward(max_surprise, chunks, depth: int, tokens, state: list[Tensor], starts: list | None = None):
-    """Outputs, and the state at the end [B, H, in, out]; `starts` collects that [G, in, out] before every chunk."""
+def _forward(max_surprise, chunks, depth: int, tokens, state: list[Tensor], kept: list | None = None):
+    """Outputs, and the state at the end [B, H, in, out]; `kept` collects what the backward needs of every chunk."""
     B, H, N = tokens[0].shape[:3]
     q, k, v, theta, eta, alpha = map(_chunk_first, tokens)
     state, outputs, rows = [x.flatten(0, 1) for x in state], [], _rows_with(chunks, N, H)
     for piece in _pieces(N):
         gates = gates_of(*(x[piece.start : piece.stop] for x in (theta, eta, alpha)))
         for n in piece:
-            if starts is not None:
-                starts.append(state)
             now = Gates(*(x[n - piece.start] for x in gates))
-            chunk = Chunk(state[:depth], state[depth:], k[n], v[n], now, max_surprise)
-            outputs.append(chunk.read(q[n]))
-            weights, momentum = chunk.after()
-            state = _select(rows[n], [*weights, *momentum], state)
+            chunk = Chunk(state[:depth], state[depth:], q[n], k[n], v[n], now, max_surprise)
+            if kept is not None:
+                kept.append([*state, *chunk.to_save()])
+            outputs.append(chunk.y)
+            state = _select(rows[n], chunk.after(), state)
     return _chunk_third(torch.stack(outputs), B), [x.unflatten(0, (B, H)) for x in state]
 
 
-def _backward(max_surprise, chunks, depth: int, tokens, starts, dy: Tensor, d_state: list[Tensor]):
+def _backward(max_surprise, chunks, depth: int, tokens, kept, dy: Tensor, d_state: list[Tensor]):
     """Gradients of tokens and gates, and of the start state."""
     B, H, N = tokens[0].shape[:3]
     q, k, v, *gates = map(_chunk_first, tokens)
@@ -306,10 +348,10 @@ def _backward(max_surprise, chunks, depth: int, tokens, starts, dy: Tensor, d_st
         d_coefficients = [torch.empty_like(x) for x in coefficients]
         for n in reversed(piece):
             now = Gates(*(x[n - piece.start].detach() for x in coefficients))
-            chunk = Chunk(starts[n][:depth], starts[n][depth:], k[n], v[n], now, max_surprise)
-            chunk.read(q[n])
-            dW, dS, *d_tokens, d_gates = chunk.backward(dy[n], d_state[:depth], d_state[depth:])
-            d_state = _select(rows[n], [*dW, *dS], d_state)
+            weights, momentum, saved = kept[n][:depth], kept[n][depth : 2 * depth], kept[n][2 * depth :]
+            chunk = Chunk(weights, momentum, q[n], k[n], v[n], now, max_surprise, saved)
+            d_start, *d_tokens, d_gates = chunk.backward(dy[n], d_state[:depth], d_state[depth:])
+            d_state = _select(rows[n], d_start, d_state)
             for buffer, new in zip(found[:3], d_tokens, strict=True):
                 buffer[n] = new if rows[n] is None else new.where(rows[n][:, None, None], 0.0)
             for buffer, new in zip(d_coefficients, d_gates, strict=True):

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import chunk_ops
+from .chunk_ops import scan as written_out_scan
 
 BACKENDS = ("auto", "torch", "triton", "recurrent")
 
@@ -422,7 +422,7 @@ def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | 
     """
     q, k, v = (x.to(weights[0].dtype) for x in (q, k, v))
     if not torch.compiler.is_compiling() and not _inside_functorch():
-        return chunk_ops.scan(max_surprise, chunks, weights, momentum, q, k, v, theta, eta, alpha)
+        return written_out_scan(max_surprise, chunks, weights, momentum, q, k, v, theta, eta, alpha)
     step = _chunk
     # checkpoints rest on saved-tensor hooks, which torch.func's transforms do not have
     if torch.is_grad_enabled() and not _inside_functorch():
@@ -613,9 +613,9 @@ def neural_memory(
     Training, prefill and decoding are this one function: any number of tokens, from any state, to any state. Splitting
     a sequence anywhere and carrying the state gives the numbers of the whole.
 
-    For the backward pass the chunk form keeps its inputs and one copy of weights and momentum per chunk, and recomputes
-    the rest chunk by chunk: `O(T H D + (T / C) H |M|)` numbers for `|M|` weights per head, where a per-token scan would
-    keep `O(T H |M|)`.
+    For the backward pass the chunk form keeps its inputs, the results of a chunk's products, and one copy of weights and
+    momentum per chunk: `O(T H (D + F + C) + (T / C) H |M|)` numbers for a hidden width `F` and `|M|` weights per head,
+    where a per-token scan would keep `O(T H |M|)`.
 
     Args:
         q, k, v: queries, keys and values, [B, T, H, D].
