@@ -2,7 +2,7 @@
 
 Peers: titans-pytorch's NeuralMemory with `batch_size == chunk_size`, which updates at each chunk as here, and large
 matrix products with as many FLOPs, the bound of what torch can do. Both layers have their projections. Peak memory is
-the rise of the process's largest resident set over one forward and backward, each in a process of its own.
+the rise of the resident set over one forward and backward, each in a process of its own (Linux).
 
     pip install titans-pytorch==0.5.5
     python scripts/bench_speed.py --record model_cards/records/speed
@@ -10,7 +10,7 @@ the rise of the process's largest resident set over one forward and backward, ea
 
 import argparse
 import csv
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -113,7 +113,7 @@ def measure(case: Case, backward: bool, repeats: int) -> list[dict]:
 
 
 def peak_memory(case: Case, name: str) -> float:
-    """MiB that one forward and backward adds to a process's largest resident set."""
+    """MiB that one forward and backward adds to a process."""
     code = (
         f"import bench_speed as b; print(b.rise({name!r}, b.Case({case.tokens}, {case.expansion}, {case.heads}), "
         f"{torch.get_num_threads()}))"
@@ -128,9 +128,16 @@ def rise(name: str, case: Case, threads: int) -> float:
     make = ours if name == "titans-hf" else titans_pytorch
     small = Case(2 * CHUNK, case.expansion, case.heads)
     timed(make(small), torch.randn(1, small.tokens, small.heads * WIDTH, requires_grad=True), True)  # loads libraries
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     timed(make(case), torch.randn(1, case.tokens, case.heads * WIDTH, requires_grad=True), True)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return resident("VmHWM") - before
+
+
+def resident(which: str) -> float:
+    """MiB of this process by Linux's count."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{which}:\s+(\d+)", status)[1]) / 1024
 
 
 def measure_memory(case: Case) -> list[dict]:
