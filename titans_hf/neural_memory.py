@@ -47,8 +47,11 @@ class CausalConv(nn.Module):
     def forward(self, extended: Tensor) -> Tensor:
         """`extended` [B, reach + T, channels] to [B, T, channels]; fewer channels use the first ones' weights."""
         T, channels = extended.shape[1] - self.reach, extended.shape[-1]
-        taps = self.weight[:channels].unbind(1)  # a few multiplications: F.conv1d has no fast depthwise form on a CPU
-        return sum(extended[:, tap : tap + T] * weight for tap, weight in enumerate(taps))
+        first, *taps = self.weight[:channels].unbind(1)  # F.conv1d has no fast depthwise form on a CPU
+        mixed = extended[:, :T] * first
+        for tap, weight in enumerate(taps, 1):
+            mixed = mixed.addcmul_(extended[:, tap : tap + T], weight)
+        return mixed
 
 
 class WriteGates(nn.Module):
