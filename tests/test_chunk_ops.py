@@ -109,3 +109,14 @@ def test_reading_without_gradients_keeps_no_states(monkeypatch):
         with torch.set_grad_enabled(gradients):
             chunk_ops.scan(None, None, tuple(starts[:2]), tuple(starts[2:]), *tokens)
         assert max(most_alive) == 12 if gradients else max(most_alive) <= 3
+
+
+def test_a_backward_under_autocast_keeps_its_precision():
+    tokens, state = memory_inputs(B=1, T=6, D=8, dtype=torch.float32)
+    tokens = [x.transpose(1, 2).unflatten(2, (2, 3)).requires_grad_() for x in tokens]
+    found = []
+    for enabled in (False, True):
+        y, *_ = chunk_ops.scan(1.0, None, state.weights, state.momentum, *tokens)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(torch.autograd.grad(y.square().sum(), tokens))
+    assert all(map(torch.equal, *found))

@@ -1,13 +1,14 @@
 """Whole chunks of the memory's update with their derivative written out: the fast form in torch.
 
 `memory_ops` defines what is computed. Here the same is arranged for speed: products accumulate into their result, rows
-are scaled on their narrower side, the cap goes with the coefficients, and the backward is written out: it keeps what
-products gave and computes the rest again. Nothing divides by a gate, so gates of exactly 0 and 1 are ordinary values.
+are scaled on their narrower side, the cap goes with the coefficients, and the backward computes each chunk again from
+its start state instead of leaving a graph behind. Nothing divides by a gate, so gates of exactly 0 and 1 are ordinary.
 
 Axis letters: B batch, H heads, G = B H, N chunks, C tokens of a chunk. Per layer, `X` are the keys' inputs, `Z = X W`,
 `D` the errors before the cap, `U` those before the slope; `Xb` and `Zb` belong to the read. Weights are [G, in, out].
 """
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNKS_AT_A_TIME = 16  # whose coefficients are computed together
+
+
+def without_autocast(x: Tensor):
+    """A context in which matrix products keep the state's precision, whatever autocast would make of them."""
+    device = x.device.type
+    active = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if active else nullcontext()
 
 
 class Gates(NamedTuple):
@@ -85,22 +93,17 @@ class Chunk:
     Args:
         weights, momentum: per layer [G, in, out].
         q, k, v: [G, C, D].
-        saved: what `to_save` gave in the forward; without it, it is computed.
     """
 
-    def __init__(self, weights, momentum, q, k, v, gates: Gates, max_surprise: float | None, saved: list | None = None):
+    def __init__(self, weights, momentum, q, k, v, gates: Gates, max_surprise: float | None):
         self.weights, self.momentum, self.gates, self.max_surprise = weights, momentum, gates, max_surprise
         self.depth, self.X, self.Xb = len(weights), [k], [q]
-        if saved is None:
-            self._write(v)
-        else:
-            self._restore(saved)
+        self._write(v)
         if max_surprise is not None:
             self.x_norm, self.d_norm = ([torch.linalg.vector_norm(x, dim=-1) for x in xs] for xs in (self.X, self.D))
             norms = [x * d for x, d in zip(self.x_norm, self.d_norm, strict=True)]
             self.scale = [max_surprise / norm.clamp(min=max_surprise) for norm in norms]
-        if saved is None:
-            self._read()
+        self._read()
 
     def _write(self, v: Tensor) -> None:
         """Each layer's input and the error at its output, at the chunk-start weights (Eq. 12)."""
@@ -131,20 +134,6 @@ class Chunk:
                 self.Zb.append(z)
                 self.Xb.append(F.silu(z))
         self.y = z
-
-    def to_save(self) -> list[Tensor]:
-        """The results of products: what the backward asks for again and elementwise functions do not give."""
-        return [self.D[-1], *self.Z, *self.U, *self.Zb, *self.overlap, *self.of_W, *self.of_S]
-
-    def _restore(self, saved: list[Tensor]) -> None:
-        hidden = self.depth - 1
-        last, *rest = saved
-        self.Z, self.U, self.Zb = (rest[i * hidden : (i + 1) * hidden] for i in range(3))
-        self.overlap, rest = rest[3 * hidden : 3 * hidden + self.depth], rest[3 * hidden + self.depth :]
-        self.of_W, self.of_S = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-        self.X += [F.silu(z) for z in self.Z]
-        self.Xb += [F.silu(z) for z in self.Zb]
-        self.D = [torch.ops.aten.silu_backward(u, z) for u, z in zip(self.U, self.Z, strict=True)] + [last]
 
     def _capped(self, row: Tensor, layer: int) -> Tensor:
         """Coefficients [G, C] or [G, t, C] of the gradients, with the cap."""
@@ -257,24 +246,24 @@ def _silu_curve_times(factor: Tensor, z: Tensor, activation: Tensor) -> Tensor:
 
 
 class _Scan(torch.autograd.Function):
-    """Chunks one after the other. Kept for the backward: the tokens, and of every chunk its start and its products."""
+    """Chunks one after the other. Kept for the backward: the tokens, and the state at every chunk's start."""
 
     @staticmethod
     def forward(ctx, max_surprise, chunks, depth, q, k, v, theta, eta, alpha, *state):
-        kept = []
-        y, end = _forward(max_surprise, chunks, depth, (q, k, v, theta, eta, alpha), list(state), kept)
+        starts = []
+        y, end = _forward(max_surprise, chunks, depth, (q, k, v, theta, eta, alpha), list(state), starts)
         ctx.max_surprise, ctx.depth = max_surprise, depth
-        ctx.save_for_backward(chunks, q, k, v, theta, eta, alpha, *(x for chunk in kept for x in chunk))
+        ctx.save_for_backward(chunks, q, k, v, theta, eta, alpha, *(x for start in starts for x in start))
         return y, *end
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, *d_end):
         chunks, *tokens = ctx.saved_tensors
-        tokens, kept = tokens[:6], tokens[6:]
-        each = len(kept) // tokens[0].shape[2]
-        kept = [kept[i : i + each] for i in range(0, len(kept), each)]
-        d_tokens, d_start = _backward(ctx.max_surprise, chunks, ctx.depth, tokens, kept, dy, list(d_end))
+        tokens, states = tokens[:6], tokens[6:]
+        starts = [states[i : i + 2 * ctx.depth] for i in range(0, len(states), 2 * ctx.depth)]
+        with without_autocast(dy):
+            d_tokens, d_start = _backward(ctx.max_surprise, chunks, ctx.depth, tokens, starts, dy, list(d_end))
         return None, None, None, *d_tokens, *d_start
 
 
@@ -317,8 +306,8 @@ def _rows_with(chunks: Tensor | None, N: int, H: int) -> list[Tensor | None]:
     return list((torch.arange(N, device=chunks.device)[:, None] < chunks).repeat_interleave(H, dim=1))
 
 
-def _forward(max_surprise, chunks, depth: int, tokens, state: list[Tensor], kept: list | None = None):
-    """Outputs, and the state at the end [B, H, in, out]; `kept` collects what the backward needs of every chunk."""
+def _forward(max_surprise, chunks, depth: int, tokens, state: list[Tensor], starts: list | None = None):
+    """Outputs, and the state at the end [B, H, in, out]; `starts` collects that [G, in, out] before every chunk."""
     B, H, N = tokens[0].shape[:3]
     q, k, v, theta, eta, alpha = map(_chunk_first, tokens)
     state, outputs, rows = [x.flatten(0, 1) for x in state], [], _rows_with(chunks, N, H)
@@ -327,14 +316,14 @@ def _forward(max_surprise, chunks, depth: int, tokens, state: list[Tensor], kept
         for n in piece:
             now = Gates(*(x[n - piece.start] for x in gates))
             chunk = Chunk(state[:depth], state[depth:], q[n], k[n], v[n], now, max_surprise)
-            if kept is not None:
-                kept.append([*state, *chunk.to_save()])
+            if starts is not None:
+                starts.append(state)
             outputs.append(chunk.y)
             state = _select(rows[n], chunk.after(), state)
     return _chunk_third(torch.stack(outputs), B), [x.unflatten(0, (B, H)) for x in state]
 
 
-def _backward(max_surprise, chunks, depth: int, tokens, kept, dy: Tensor, d_state: list[Tensor]):
+def _backward(max_surprise, chunks, depth: int, tokens, starts, dy: Tensor, d_state: list[Tensor]):
     """Gradients of tokens and gates, and of the start state."""
     B, H, N = tokens[0].shape[:3]
     q, k, v, *gates = map(_chunk_first, tokens)
@@ -348,8 +337,7 @@ def _backward(max_surprise, chunks, depth: int, tokens, kept, dy: Tensor, d_stat
         d_coefficients = [torch.empty_like(x) for x in coefficients]
         for n in reversed(piece):
             now = Gates(*(x[n - piece.start].detach() for x in coefficients))
-            weights, momentum, saved = kept[n][:depth], kept[n][depth : 2 * depth], kept[n][2 * depth :]
-            chunk = Chunk(weights, momentum, q[n], k[n], v[n], now, max_surprise, saved)
+            chunk = Chunk(starts[n][:depth], starts[n][depth:], q[n], k[n], v[n], now, max_surprise)
             d_start, *d_tokens, d_gates = chunk.backward(dy[n], d_state[:depth], d_state[depth:])
             d_state = _select(rows[n], d_start, d_state)
             for buffer, new in zip(found[:3], d_tokens, strict=True):

@@ -15,7 +15,6 @@ theta is the step, S the momentum, u the gradient ("momentary surprise").
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .chunk_ops import scan as written_out_scan
+from .chunk_ops import without_autocast
 
 BACKENDS = ("auto", "torch", "triton", "recurrent")
 
@@ -35,13 +35,6 @@ NEGLIGIBLE = 1e-24
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of memory state and gate products: float32 under half precision, never less than the model's."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def without_autocast(x: Tensor):
-    """A context in which matrix products keep the state's precision, whatever autocast would make of them."""
-    device = x.device.type
-    active = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if active else nullcontext()
 
 
 # Rows: a batch whose rows have different numbers of real tokens, standing at different places of the chunk grid.
@@ -613,9 +606,9 @@ def neural_memory(
     Training, prefill and decoding are this one function: any number of tokens, from any state, to any state. Splitting
     a sequence anywhere and carrying the state gives the numbers of the whole.
 
-    For the backward pass the chunk form keeps its inputs, the results of a chunk's products, and one copy of weights and
-    momentum per chunk: `O(T H (D + F + C) + (T / C) H |M|)` numbers for a hidden width `F` and `|M|` weights per head,
-    where a per-token scan would keep `O(T H |M|)`.
+    For the backward pass the chunk form keeps its inputs and one copy of weights and momentum per chunk, and recomputes
+    the rest chunk by chunk: `O(T H D + (T / C) H |M|)` numbers for `|M|` weights per head, where a per-token scan would
+    keep `O(T H |M|)`.
 
     Args:
         q, k, v: queries, keys and values, [B, T, H, D].
