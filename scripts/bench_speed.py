@@ -10,6 +10,7 @@ the rise of the resident set over one forward and backward, each in a process of
 
 import argparse
 import csv
+import importlib.util
 import re
 import statistics
 import subprocess
@@ -62,6 +63,13 @@ def titans_pytorch(case: Case) -> Callable:
     return lambda x: memory(x)[0]
 
 
+LAYERS = {"titans-hf": ours}
+if importlib.util.find_spec("titans_pytorch"):
+    LAYERS["titans-pytorch"] = titans_pytorch
+else:
+    print("without titans-pytorch: it is not installed", file=sys.stderr)
+
+
 def large_products(case: Case, backward: bool) -> Callable:
     """Products of 1,024 x 1,024 matrices with the FLOPs of our layer; a backward has twice those of the forward."""
     hidden, size = case.expansion * WIDTH, 1024
@@ -89,7 +97,7 @@ def timed(read: Callable, x: torch.Tensor, backward: bool) -> float:
 
 def measure(case: Case, backward: bool, repeats: int) -> list[dict]:
     torch.manual_seed(0)
-    readers = {"titans-hf": ours(case), "titans-pytorch": titans_pytorch(case)}
+    readers = {name: make(case) for name, make in LAYERS.items()}
     readers["large products"] = large_products(case, backward)
     x = torch.randn(1, case.tokens, case.heads * WIDTH, requires_grad=True)
     times = {name: [] for name in readers}
@@ -125,7 +133,7 @@ def peak_memory(case: Case, name: str) -> float:
 
 def rise(name: str, case: Case, threads: int) -> float:
     torch.set_num_threads(threads)
-    make = ours if name == "titans-hf" else titans_pytorch
+    make = LAYERS[name]
     small = Case(2 * CHUNK, case.expansion, case.heads)
     timed(make(small), torch.randn(1, small.tokens, small.heads * WIDTH, requires_grad=True), True)  # loads libraries
     before = resident("VmRSS")
@@ -141,7 +149,7 @@ def resident(which: str) -> float:
 
 
 def measure_memory(case: Case) -> list[dict]:
-    found = {name: peak_memory(case, name) for name in ("titans-hf", "titans-pytorch")}
+    found = {name: peak_memory(case, name) for name in LAYERS}
     return [
         dict(
             implementation=name,

@@ -49,3 +49,13 @@ def test_length_benchmark_shows_a_constant_cache(tmp_path):
 @pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("*.py") if path.name != "records.py"))
 def test_every_script_explains_itself(script):
     assert "usage" in run(script, "--help")
+
+
+def test_the_speed_benchmark_times_the_layer_and_its_bound(tmp_path):
+    run("bench_speed.py", "--tokens", 128, "--heads", 2, "--repeats", 1, "--threads", 1, "--record", tmp_path / "speed")
+    runs = json.loads((tmp_path / "speed.json").read_text())["runs"]
+    measured = {(run["measured"], run["implementation"]) for run in runs}
+    assert measured >= {("forward", "titans-hf"), ("forward", "large products"), ("peak memory", "titans-hf")}
+    assert all(run.get("milliseconds", run.get("mebibytes")) > 0 for run in runs)
+    assert (tmp_path / "speed.csv").exists()
+    assert (tmp_path / "speed.png").stat().st_size > 10_000
