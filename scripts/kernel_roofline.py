@@ -161,6 +161,8 @@ def section() -> str:
     token_scan, materialised = 2 * state, 6 * (state // 2)
     factors = C * (2 * D + 2 * F + 3) * FLOAT
     step = 2 * (state + factors)
+    block = shape.constants("states_kernel")["BF"]
+    tiles = FLOAT * (2 * C * block + block * block)
     on_a100, on_h100 = (step * heads / gpu.memory * 1e6 for gpu in GPUS)
     return f"""
 Written by `python scripts/kernel_roofline.py`: counted from the kernels' constants, timed on nothing. `{PRESET}` has
@@ -173,8 +175,11 @@ and backward:
 {kernel_table(backward, C)}
 
 "Memory" counts every tensor once per kernel that touches it; "L2" counts what the tiles of the products read again.
-The state of one head is {state:,} bytes: half of a processor's register file of 262,144 bytes, and the products' tiles
-would not fit beside it. So it lives in L2, and the sequential kernels live from L2's bandwidth.
+
+On-chip memory: a step of a product in `states_kernel` holds {tiles:,} bytes of tiles (left {C} x {block}, right {block} x
+{block}, result {C} x {block}); what that takes of registers and shared memory is in the table above, one program to a
+processor. The state of one head is {state:,} bytes: half of a processor's register file of 262,144 bytes, and the
+products would not fit beside it. So it lives in L2, and the sequential kernels live from L2's bandwidth.
 
 The best time for one layer at batch {BATCH}, {TOKENS:,} tokens ({BATCH * heads} programs of the sequential kernels):
 
