@@ -178,8 +178,8 @@ and backward:
 
 On-chip memory: a step of a product in `states_kernel` holds {tiles:,} bytes of tiles (left {C} x {block}, right
 {block} x {block}, result {C} x {block}); what that takes of registers and shared memory is in the table above, one
-program to a processor. The state of one head is {state:,} bytes: half of a processor's register file of 262,144 bytes, and the
-products would not fit beside it. So it lives in L2, and the sequential kernels live from L2's bandwidth.
+program to a processor. The state of one head is {state:,} bytes: half of a processor's register file of 262,144 bytes,
+and the products would not fit beside it. So it lives in L2, and the sequential kernels live from L2's bandwidth.
 
 The best time for one layer at batch {BATCH}, {TOKENS:,} tokens ({BATCH * heads} programs of the sequential kernels):
 
