@@ -119,8 +119,10 @@ def ragged_disagreement(sizes: Sizes, device: str) -> float:
     lengths = torch.tensor([5 * sizes.chunk - 3, *[2 * sizes.chunk] * (sizes.batch - 1)], device=device)
     mask = torch.arange(5 * sizes.chunk, device=device) < lengths[:, None]
     for backend in ("triton", "torch"):
-        *tokens, state = *inputs[:6], MemoryState(tuple(inputs[6:]), tuple(torch.zeros_like(W) for W in inputs[6:]))
-        y, after = neural_memory(*tokens, state, chunk_size=sizes.chunk, max_surprise=1.0, mask=mask, backend=backend)
+        state = MemoryState(tuple(inputs[6:]), tuple(torch.zeros_like(W) for W in inputs[6:]))
+        y, after = neural_memory(
+            *inputs[:6], state, chunk_size=sizes.chunk, max_surprise=1.0, mask=mask, backend=backend
+        )
         outputs = [y, *after.current()[0], *after.current()[1]]
         found.append([*outputs, *torch.autograd.grad(sum(x.square().sum() for x in outputs), inputs)])
     return distance(*found)
@@ -129,8 +131,8 @@ def ragged_disagreement(sizes: Sizes, device: str) -> float:
 @torch.no_grad()
 def decoding_disagreement(sizes: Sizes, device: str) -> float:
     """Token by token, over a chunk's end."""
-    *tokens, found = *sizes.inputs(sizes.chunk + 5, device), []
-    tokens, weights = tokens[:6], tokens[6:]
+    inputs, found = sizes.inputs(sizes.chunk + 5, device), []
+    tokens, weights = inputs[:6], inputs[6:]
     for backend in ("triton", "torch"):
         state, outputs = MemoryState(tuple(weights), tuple(torch.zeros_like(W) for W in weights)), []
         for t in range(sizes.chunk + 5):

@@ -181,16 +181,17 @@ def test_decoding_changes_nothing_in_place():
 
 # In a model
 
-MODEL_SIZES = dict(hidden_size=32, head_dim=16, memory_chunk_size=16, segment_size=32, sliding_window=16)
+
+def small_model(variant: str, implementation: str):
+    sizes = dict(hidden_size=32, head_dim=16, memory_chunk_size=16, segment_size=32, sliding_window=16)
+    return tiny_model(variant, torch.float32, num_hidden_layers=1, memory_implementation=implementation, **sizes)
 
 
 @every_variant
 def test_a_model_computes_and_trains_the_same_with_kernels(variant):
     ids, found = random_ids(2, 39), []
     for implementation in ("triton", "torch"):
-        model = tiny_model(
-            variant, torch.float32, num_hidden_layers=1, memory_implementation=implementation, **MODEL_SIZES
-        )
+        model = small_model(variant, implementation)
         outputs = model(ids, labels=ids)
         outputs.loss.backward()
         found.append([outputs.logits, *(p.grad for p in model.parameters())])
@@ -201,9 +202,7 @@ def test_a_model_computes_and_trains_the_same_with_kernels(variant):
 def test_a_model_generates_the_same_with_kernels(variant):
     ids, found = random_ids(2, 21), []
     for implementation in ("triton", "torch"):
-        model = tiny_model(
-            variant, torch.float32, num_hidden_layers=1, memory_implementation=implementation, **MODEL_SIZES
-        )
+        model = small_model(variant, implementation)
         found.append(
             model.generate(
                 ids,
@@ -221,16 +220,11 @@ def test_a_model_generates_the_same_with_kernels(variant):
 # Wired into torch
 
 
-def operator_arguments(depth: int):
-    weights, momentum, tokens = chunked_inputs(depth, 16, 1, 16, 1, H=2)
-    chunks = torch.tensor([1, 0], dtype=torch.int32)
-    return weights, momentum, tokens, chunks
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_operators_pass_torch_s_own_checks(depth):
     """Schema, fake tensors, autograd registration, ahead-of-time dispatch: what torch.compile relies on."""
-    weights, momentum, tokens, chunks = operator_arguments(depth)
+    weights, momentum, tokens = chunked_inputs(depth, 16, 1, 16, 1, H=2)
+    chunks = torch.tensor([1, 0], dtype=torch.int32)
     for x in (*weights, *momentum, *tokens):
         x.requires_grad_()
     arguments = (weights, momentum, *tokens, chunks, 10.0, True)

@@ -64,10 +64,10 @@ def gates_of(theta: Tensor, eta: Tensor, alpha: Tensor) -> Gates:
         decay = torch.cat((decay, decay2 * decay[..., -1:]), dim=-1)
         momentum = torch.cat((momentum, momentum2 * momentum[..., -1:]), dim=-1)
     step, to_S, decay, drift = step[..., 0, :C, :C], to_S[..., 0, :C], decay[..., 0, :C], drift[..., 0, :C]
-    return Gates(*map(_without_dust, (step, to_S, decay, drift, momentum[..., 0, -1])))
+    return Gates(*map(without_dust, (step, to_S, decay, drift, momentum[..., 0, -1])))
 
 
-def _without_dust(x: Tensor) -> Tensor:
+def without_dust(x: Tensor) -> Tensor:
     """Coefficients too small to matter become exact zeros: their products would be subnormal, and slow a CPU down.
 
     Gradients pass as they would: a gate of 0 has one.

@@ -24,12 +24,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .chunk_ops import scan as written_out_scan
-from .chunk_ops import without_autocast
+from .chunk_ops import without_autocast, without_dust
 
 BACKENDS = ("auto", "torch", "triton", "recurrent")
-
-# Coefficients below this become exact zeros: they cannot change a float64 sum, and subnormal products slow a CPU down.
-NEGLIGIBLE = 1e-24
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -282,9 +279,7 @@ def _segment_products(gate: Tensor) -> Tensor:
     token = torch.arange(n, device=gate.device)[:, None]
     column = torch.arange(n + 1, device=gate.device)
     factors = torch.where(token >= column, gate[..., None], gate.new_ones(()))
-    products = factors.cumprod(-2).masked_fill(column > token + 1, 0.0)
-    negligible = products.detach().clamp(max=NEGLIGIBLE)
-    return torch.where(products.detach() < NEGLIGIBLE, products - negligible, products)
+    return without_dust(factors.cumprod(-2).masked_fill(column > token + 1, 0.0))
 
 
 def _coefficients(theta: Tensor, eta: Tensor, alpha: Tensor, rows: Tensor | None = None) -> _Coefficients:
