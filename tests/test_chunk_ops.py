@@ -61,12 +61,14 @@ def test_outputs_states_and_gradients_equal_autograds(depth, expansion, N, C, ca
 def test_pieces_join_without_a_seam(monkeypatch):
     tokens, starts = chunked(B=1, N=5, C=3)
     found = []
-    for at_a_time in (2, 16):
-        monkeypatch.setattr(chunk_ops, "CHUNKS_AT_A_TIME", at_a_time)
+    for coefficients, sequences in ((2, 2), (3, 4), (16, 16)):
+        monkeypatch.setattr(chunk_ops, "CHUNKS_AT_A_TIME", coefficients)
+        monkeypatch.setattr(chunk_ops, "SEQUENCES_AT_A_TIME", sequences)
         y, W, S = chunk_ops.scan(1.0, None, tuple(starts[:2]), tuple(starts[2:]), *tokens)
         found.append([y, *W, *S, *torch.autograd.grad(y.square().sum() + W[0].sum(), (*starts, *tokens))])
-    for mine, theirs in zip(*found, strict=True):
-        assert_close(mine, theirs, 1e-13)
+    for first, *others in zip(*found, strict=True):
+        for other in others:
+            assert_close(first, other, 1e-13)
 
 
 @pytest.mark.parametrize("cap", [None, 0.9])
@@ -97,13 +99,14 @@ def test_reading_without_gradients_keeps_no_states(monkeypatch):
     tokens, starts = chunked(B=1, N=12, C=2)
     born, most_alive = [], []
 
-    class Watched(chunk_ops.Chunk):
+    class Watched(chunk_ops.Write):
         def __init__(self, weights, *rest):
             born.append(weakref.ref(weights[0]))
             most_alive.append(sum(x() is not None for x in born))
             super().__init__(weights, *rest)
 
-    monkeypatch.setattr(chunk_ops, "Chunk", Watched)
+    monkeypatch.setattr(chunk_ops, "Write", Watched)
+    monkeypatch.setattr(chunk_ops, "SEQUENCES_AT_A_TIME", 1)
     for gradients in (False, True):
         born.clear(), most_alive.clear()
         with torch.set_grad_enabled(gradients):

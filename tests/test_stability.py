@@ -94,13 +94,13 @@ def test_ordinary_text_does_not_touch_the_cap(variant, monkeypatch):
 
     capped = []
 
-    class Counting(chunk_ops.Chunk):
-        def after(self):
+    class Counting(chunk_ops.Write):
+        def after(self, *state_and_gates):
             if self.scale[0].shape[1] == model.config.memory_chunk_size:  # not the prologue
                 capped.extend((scale < 1).flatten() for scale in self.scale)
-            return super().after()
+            return super().after(*state_and_gates)
 
-    monkeypatch.setattr(chunk_ops, "Chunk", Counting)
+    monkeypatch.setattr(chunk_ops, "Write", Counting)
     with torch.no_grad():
         model.eval()(text[None, :4096], use_cache=False)
     assert torch.cat(capped).numel() == 4096 * 2 * 2 * 2, "tokens, heads, memory layers, blocks"

@@ -4,8 +4,12 @@
 are scaled on their narrower side, the cap goes with the coefficients, and the backward computes each chunk again from
 its start state instead of leaving a graph behind. Nothing divides by a gate, so gates of exactly 0 and 1 are ordinary.
 
-Axis letters: B batch, H heads, G = B H, N chunks, C tokens of a chunk. Per layer, `X` are the keys' inputs, `Z = X W`,
-`D` the errors before the cap, `U` those before the slope; `Xb` and `Zb` belong to the read. Weights are [G, in, out].
+Only the state waits for the chunk before: reads of several chunks, and in the backward all that the state's gradient
+does not reach, are computed together.
+
+Axis letters: B batch, H heads, N chunks, C tokens of a chunk, K chunks of a piece; G = B H sequences, or K B H where a
+piece's chunks are computed together. Per layer, `X` are the keys' inputs, `Z = X W`, `D` the errors before the cap, `U`
+those before the slope; `Xb` and `Zb` belong to the read. Weights are [G, in, out].
 """
 
 from contextlib import nullcontext
@@ -17,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNKS_AT_A_TIME = 16  # whose coefficients are computed together
+SEQUENCES_AT_A_TIME = 16  # chunks of all rows and heads that are read together, if not one chunk of each
 
 
 def without_autocast(x: Tensor):
@@ -29,14 +34,24 @@ def without_autocast(x: Tensor):
 class Gates(NamedTuple):
     """What the state after each token of a chunk is made of.
 
-    `M_t = decay_t M_0 + drift_t S_0 - sum_i step[t, i] u_i`, and `S = momentum S_0 - sum_i to_S[i] u_i` after the last.
+    `M_t = decay_t M_0 + drift_t S_0 - sum_i step[t, i] u_i`. After the last token that is `M`, and
+    `S = momentum S_0 - sum_i last[1, i] u_i`.
     """
 
     step: Tensor  # [..., C, C]
-    to_S: Tensor  # [..., C]
+    last: Tensor  # [..., 2, C]: the last row of `step`, and the same for S
     decay: Tensor  # [..., C]
     drift: Tensor  # [..., C]
     momentum: Tensor  # [...]
+
+    def of_chunks(self, piece: range, section: range, sequences: int) -> "Gates":
+        """Those of some of the section's chunks."""
+        here = slice(*((n - section.start) * sequences for n in (piece.start, piece.stop)))
+        return Gates(*(x[here] for x in self))
+
+    def ends(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What is left of `M_0` and `S_0` in `M`, and of `S_0` in `S`: [G, 1, 1] each."""
+        return tuple(end[:, None, None] for end in (self.decay[:, -1], self.drift[:, -1], self.momentum))
 
 
 def gates_of(theta: Tensor, eta: Tensor, alpha: Tensor) -> Gates:
@@ -64,7 +79,8 @@ def gates_of(theta: Tensor, eta: Tensor, alpha: Tensor) -> Gates:
         decay = torch.cat((decay, decay2 * decay[..., -1:]), dim=-1)
         momentum = torch.cat((momentum, momentum2 * momentum[..., -1:]), dim=-1)
     step, to_S, decay, drift = step[..., 0, :C, :C], to_S[..., 0, :C], decay[..., 0, :C], drift[..., 0, :C]
-    return Gates(*map(without_dust, (step, to_S, decay, drift, momentum[..., 0, -1])))
+    last = torch.stack((step[..., -1, :], to_S), dim=-2)
+    return Gates(*map(without_dust, (step, last, decay, drift, momentum[..., 0, -1])))
 
 
 def without_dust(x: Tensor) -> Tensor:
@@ -82,167 +98,209 @@ def _rows_scaled(x: Tensor, row: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return ((x * row).mT, y) if x.shape[-1] <= y.shape[-1] else (x.mT, row * y)
 
 
-def _dots(x: Tensor, y: Tensor) -> Tensor:
-    """[G] inner products of whole matrices, without a product of their size in memory."""
-    return torch.bmm(x.flatten(1)[:, None], y.flatten(1)[..., None])[:, 0, 0]
+class Write:
+    """The keys of chunks at the weights of their chunks' starts (Eq. 12): G sequences of C tokens.
 
-
-class Chunk:
-    """One chunk from its start state: the keys' way forward, the errors' way back, and the read.
-
-    Args:
-        weights, momentum: per layer [G, in, out].
-        q, k, v: [G, C, D].
+    Attributes:
+        X, D: per layer its input and the error at its output before the cap, [G, C, in] and [G, C, out].
+        Z, U: per hidden layer its output before, and the error behind, the nonlinearity.
+        scale: per layer [G, C], what the cap leaves of each error; None without a cap.
     """
 
-    def __init__(self, weights, momentum, q, k, v, gates: Gates, max_surprise: float | None):
-        self.weights, self.momentum, self.gates, self.max_surprise = weights, momentum, gates, max_surprise
-        self.depth, self.X, self.Xb = len(weights), [k], [q]
-        self._write(v)
-        if max_surprise is not None:
-            self.x_norm, self.d_norm = ([torch.linalg.vector_norm(x, dim=-1) for x in xs] for xs in (self.X, self.D))
-            norms = [x * d for x, d in zip(self.x_norm, self.d_norm, strict=True)]
-            self.scale = [max_surprise / norm.clamp(min=max_surprise) for norm in norms]
-        self._read()
-
-    def _write(self, v: Tensor) -> None:
-        """Each layer's input and the error at its output, at the chunk-start weights (Eq. 12)."""
-        self.Z, self.U = [], []
-        for W in self.weights[:-1]:
+    def __init__(self, weights, k: Tensor, v: Tensor, max_surprise: float | None):
+        self.X, self.Z, self.U = [k], [], []
+        for W in weights[:-1]:
             self.Z.append(torch.bmm(self.X[-1], W))
             self.X.append(F.silu(self.Z[-1]))
-        self.D = [torch.baddbmm(v, self.X[-1], self.weights[-1], beta=-2, alpha=2)]
-        for W, z in zip(reversed(self.weights[1:]), reversed(self.Z), strict=True):
+        self.D = [torch.baddbmm(v, self.X[-1], weights[-1], beta=-2, alpha=2)]
+        for W, z in zip(reversed(weights[1:]), reversed(self.Z), strict=True):
             self.U.insert(0, torch.bmm(self.D[0], W.mT))
             self.D.insert(0, torch.ops.aten.silu_backward(self.U[0], z))
+        self.scale = None
+        if max_surprise is not None:
+            self.norms = [
+                [torch.linalg.vector_norm(x, dim=-1) for x in pair] for pair in zip(self.X, self.D, strict=True)
+            ]
+            self.scale = [max_surprise / (x * d).clamp_(min=max_surprise) for x, d in self.norms]
 
-    def _read(self) -> None:
-        """Each query through its own token's memory (Eq. 15), without forming that memory."""
-        decay, drift = self.gates.decay[..., None], self.gates.drift[..., None]
-        self.Zb, self.overlap, self.of_W, self.of_S = [], [], [], []
-        for i, (x, d, W, S) in enumerate(zip(self.X, self.D, self.weights, self.momentum, strict=True)):
+    def after(self, weights, momentum, gates: Gates) -> list[Tensor]:
+        """Weights, then momentum, after the last token (Eqs. 13 and 14)."""
+        decay, drift, kept = gates.ends()
+        found = [], []
+        for i, (x, d, W, S) in enumerate(zip(self.X, self.D, weights, momentum, strict=True)):
+            to_M, to_S = self.capped(gates.last, i).unbind(1)
+            found[0].append((W * decay).addcmul_(S, drift).baddbmm_(*_rows_scaled(x, to_M, d), alpha=-1))
+            found[1].append((S * kept).baddbmm_(*_rows_scaled(x, to_S, d), alpha=-1))
+        return [*found[0], *found[1]]
+
+    def capped(self, coefficients: Tensor, layer: int) -> Tensor:
+        """Coefficients [G, t, C] of the gradients, with the cap."""
+        return coefficients if self.scale is None else coefficients * self.scale[layer][:, None]
+
+
+class Read:
+    """Each query through its own token's memory (Eq. 15), without forming that memory.
+
+    Args:
+        X, D: of the `Write` of the same chunks.
+        steps: per layer [G, C, C], `Gates.step` with the cap.
+    """
+
+    def __init__(self, weights, momentum, X, D, steps, gates: Gates, q: Tensor):
+        self.weights, self.momentum, self.X, self.D, self.steps = weights, momentum, X, D, steps
+        self.decay, self.drift = gates.decay[..., None], gates.drift[..., None]
+        self.Xb, self.Zb, self.overlap, self.used, self.of_W, self.of_S = [q], [], [], [], {}, {}
+        for i, (x, d, W, S) in enumerate(zip(X, D, weights, momentum, strict=True)):
             xb = self.Xb[-1]
             self.overlap.append(torch.bmm(xb, x.mT))
+            self.used.append(self.overlap[-1] * steps[i])
             if xb.shape[-1] <= W.shape[-1]:
-                z = torch.bmm(xb * decay, W).baddbmm_(xb * drift, S)
+                z = torch.bmm(xb * self.decay, W).baddbmm_(xb * self.drift, S)
             else:
-                self.of_W.append(torch.bmm(xb, W))
-                self.of_S.append(torch.bmm(xb, S))
-                z = (self.of_W[-1] * decay).addcmul_(self.of_S[-1], drift)
-            z.baddbmm_(self.overlap[-1] * self._capped(self.gates.step, i), d, alpha=-1)
-            if i < self.depth - 1:
+                self.of_W[i], self.of_S[i] = torch.bmm(xb, W), torch.bmm(xb, S)
+                z = (self.of_W[i] * self.decay).addcmul_(self.of_S[i], self.drift)
+            z.baddbmm_(self.used[-1], d, alpha=-1)
+            if i < len(weights) - 1:
                 self.Zb.append(z)
                 self.Xb.append(F.silu(z))
         self.y = z
 
-    def _capped(self, row: Tensor, layer: int) -> Tensor:
-        """Coefficients [G, C] or [G, t, C] of the gradients, with the cap."""
-        if self.max_surprise is None:
-            return row
-        return row * (self.scale[layer] if row.dim() == 2 else self.scale[layer][:, None])
+    def backward(self, dz: Tensor, write: Write, d_gates: Gates):
+        """From the gradient of the outputs to those of q and, per layer, of X, D, weights, momentum and the cap.
 
-    def after(self) -> list[Tensor]:
-        """Weights, then momentum, after the last token (Eqs. 13 and 14)."""
-        g = self.gates
-        decay, drift, kept = (end[:, None, None] for end in (g.decay[:, -1], g.drift[:, -1], g.momentum))
-        weights, momentum = [], []
-        for i, (x, d, W, S) in enumerate(zip(self.X, self.D, self.weights, self.momentum, strict=True)):
-            to_M, to_S = self._capped(g.step[:, -1], i), self._capped(g.to_S, i)
-            weights.append((W * decay).addcmul_(S, drift).baddbmm_(*_rows_scaled(x, to_M, d), alpha=-1))
-            momentum.append((S * kept).baddbmm_(*_rows_scaled(x, to_S, d), alpha=-1))
-        return [*weights, *momentum]
-
-    def backward(self, dy: Tensor, d_weights: list[Tensor], d_momentum: list[Tensor]):
-        """From the gradients of outputs and state after to those of state before, q, k, v and gates."""
-        d_gates = Gates(*(torch.zeros_like(x) for x in self.gates))
-        dX, dD, dW, dS, dz = [], [], [], [], dy
-        for i in reversed(range(self.depth)):
-            d_xb, *found = self._layer_backward(i, dz, d_weights[i], d_momentum[i], d_gates)
-            for parts, part in zip((dX, dD, dW, dS), found, strict=True):
-                parts.insert(0, part)
-            dz = torch.ops.aten.silu_backward(d_xb, self.Zb[i - 1]) if i else d_xb
-        dk, dv = self._write_backward(dX, dD, dW)
-        return [*dW, *dS], dz, dk, dv, d_gates
-
-    def _layer_backward(self, i: int, dz: Tensor, dW_end: Tensor, dS_end: Tensor, d_gates: Gates):
-        """Through one layer's read, its update and its cap; the gates' share is added to `d_gates`.
-
-        Returns gradients of the read's input, the keys' input, the error before the cap, weights and momentum. What is
-        summed over a layer's width is summed on its narrower side.
+        The cap's is the inner product [G, C] of each capped error and its gradient. Gates add up in `d_gates`.
         """
-        g, x, d, xb, W, S = self.gates, self.X[i], self.D[i], self.Xb[i], self.weights[i], self.momentum[i]
-        overlap, widens = self.overlap[i], x.shape[-1] <= d.shape[-1]
-        to_M, to_S = (self._capped(row, i)[..., None] for row in (g.step[:, -1], g.to_S))
-        decay, drift = g.decay[..., None], g.drift[..., None]
+        found = []
+        for i in reversed(range(len(self.weights))):
+            d_xb, *of_layer = self._layer_backward(i, dz, write, d_gates)
+            found.insert(0, of_layer)
+            dz = torch.ops.aten.silu_backward(d_xb, self.Zb[i - 1]) if i else d_xb
+        return dz, *map(list, zip(*found, strict=True))
 
+    def _layer_backward(self, i: int, dz: Tensor, write: Write, d_gates: Gates):
+        x, d, xb, W, S = self.X[i], self.D[i], self.Xb[i], self.weights[i], self.momentum[i]
         agreement = torch.bmm(dz, d.mT)  # [G, C, C]
-        d_step = self._capped(agreement, i)
-        d_gates.step.addcmul_(d_step, overlap, value=-1)
-        d_overlap = d_step * g.step  # of minus the overlap
-        used = overlap * g.step
+        d_overlap = agreement * self.steps[i]  # of minus the overlap
+        agreement.mul_(self.overlap[i])
+        d_gates.step.sub_(write.capped(agreement, i))
+        along = None if write.scale is None else agreement.mul_(self.steps[i]).sum(-2).neg_()
         dx = torch.bmm(d_overlap.mT, xb).neg_()
-        dD = torch.bmm(self._capped(used, i).mT, dz).neg_()
-        if widens:
+        dD = torch.bmm(self.used[i].mT, dz).neg_()
+        if i in self.of_W:
+            d_gates.decay.add_((dz * self.of_W[i]).sum(-1))
+            d_gates.drift.add_((dz * self.of_S[i]).sum(-1))
+            by_decay, by_drift = dz * self.decay, dz * self.drift
+            d_xb = torch.bmm(by_decay, W.mT).baddbmm_(by_drift, S.mT)
+            dW, dS = torch.bmm(xb.mT, by_decay), torch.bmm(xb.mT, by_drift)
+        else:
             of_W, of_S = torch.bmm(dz, W.mT), torch.bmm(dz, S.mT)
             d_gates.decay.add_((xb * of_W).sum(-1))
             d_gates.drift.add_((xb * of_S).sum(-1))
-            d_xb = of_W.mul_(decay).addcmul_(of_S, drift)
-            of_W, of_S = torch.bmm(d, dW_end.mT), torch.bmm(d, dS_end.mT)
-            along_M, along_S = (x * of_W).sum(-1), (x * of_S).sum(-1)
-            dx.addcmul_(of_W, to_M, value=-1).addcmul_(of_S, to_S, value=-1)
-            dD.baddbmm_(x * to_M, dW_end, alpha=-1).baddbmm_(x * to_S, dS_end, alpha=-1)
-        else:
-            d_gates.decay.add_((dz * self.of_W.pop()).sum(-1))
-            d_gates.drift.add_((dz * self.of_S.pop()).sum(-1))
-            d_xb = torch.bmm(dz * decay, W.mT).baddbmm_(dz * drift, S.mT)
-            of_W, of_S = torch.bmm(x, dW_end), torch.bmm(x, dS_end)
-            along_M, along_S = (d * of_W).sum(-1), (d * of_S).sum(-1)
-            dx.baddbmm_(d * to_M, dW_end.mT, alpha=-1).baddbmm_(d * to_S, dS_end.mT, alpha=-1)
-            dD.addcmul_(of_W, to_M, value=-1).addcmul_(of_S, to_S, value=-1)
+            d_xb = of_W.mul_(self.decay).addcmul_(of_S, self.drift)
+            dW, dS = torch.bmm((xb * self.decay).mT, dz), torch.bmm((xb * self.drift).mT, dz)
         d_xb.baddbmm_(d_overlap, x, alpha=-1)
-        d_gates.step[:, -1].sub_(self._capped(along_M, i))
-        d_gates.to_S.sub_(self._capped(along_S, i))
-        if self.max_surprise is not None:
-            along = -(used * agreement).sum(-2) - g.step[:, -1] * along_M - g.to_S * along_S
-            self._cap_backward(i, along, dx, dD)
+        return d_xb, dx, dD, dW, dS, along
 
-        end_decay, end_drift, kept = (end[:, None, None] for end in (g.decay[:, -1], g.drift[:, -1], g.momentum))
-        dW = (dW_end * end_decay).baddbmm_(*_rows_scaled(xb, g.decay, dz))
-        dS = (dW_end * end_drift).addcmul_(dS_end, kept).baddbmm_(*_rows_scaled(xb, g.drift, dz))
-        d_gates.decay[:, -1].add_(_dots(dW_end, W))
-        d_gates.drift[:, -1].add_(_dots(dW_end, S))
-        d_gates.momentum.add_(_dots(dS_end, S))
-        return d_xb, dx, dD, dW, dS
 
-    def _cap_backward(self, i: int, along: Tensor, dx: Tensor, dD: Tensor) -> None:
-        """Both the input and the error set the cap. `along` [G, C]: the inner product of the error and its gradient."""
-        x_norm, d_norm = self.x_norm[i], self.d_norm[i]
-        capped = x_norm * d_norm > self.max_surprise
-        along = torch.where(capped, along * self.scale[i], 0.0)
-        dx.addcmul_(self.X[i], (along / x_norm.square().where(capped, 1.0))[..., None], value=-1)
-        dD.addcmul_(self.D[i], (along / d_norm.square().where(capped, 1.0))[..., None], value=-1)
+class Updates:
+    """The way back through the updates of K chunks, from the last to the first: what waits for the state's gradient.
 
-    def _write_backward(self, dX: list[Tensor], dD: list[Tensor], dW: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Through the chain of errors (a double backward) and the keys' way forward."""
-        dZ = []
-        for i, (z, u) in enumerate(zip(self.Z, self.U, strict=True)):
-            dH = torch.ops.aten.silu_backward(dD[i], z)
-            dZ.append(_silu_curve_times(dD[i].mul_(u), z, self.X[i + 1]))
-            dD[i + 1].baddbmm_(dH, self.weights[i + 1])
-            dW[i + 1].baddbmm_(dH.mT, self.D[i + 1])
-        dZ.append(dD[-1].mul_(2))
-        for i in reversed(range(self.depth)):
-            dX[i].baddbmm_(dZ[i], self.weights[i].mT)
-            dW[i].baddbmm_(self.X[i].mT, dZ[i])
+    Args:
+        write: of all K chunks, with their start `weights` and `momentum`.
+        dX, dD, dW, dS, along: what `Read.backward` found. They are completed in place.
+    """
+
+    def __init__(self, K: int, write: Write, weights, momentum, gates: Gates, dX, dD, dW, dS, along):
+        self.write, self.weights, self.momentum, self.gates, self.dX, self.dD = write, weights, momentum, gates, dX, dD
+        self.widens = [x.shape[-1] <= d.shape[-1] for x, d in zip(write.X, write.D, strict=True)]
+
+        def by_chunk(xs):
+            parts = [x.unflatten(0, (K, -1)).unbind(0) for x in xs]
+            return [[part[n] for part in parts] for n in range(K)]
+
+        rows = [write.capped(gates.last, i)[..., None].unbind(1) for i in range(len(weights))]  # to M and to S
+        narrow = [x if widens else d for x, d, widens in zip(write.X, write.D, self.widens, strict=True)]
+        self.narrow, self.rows = narrow, [by_chunk(row) for row in zip(*rows, strict=True)]
+        self.scaled = [by_chunk([x * row[i] for x, row in zip(narrow, rows, strict=True)]) for i in range(2)]
+        slopes, curves = _silu_derivatives(write)
+        self.X, self.D, self.W, self.slopes, self.curves = map(by_chunk, (write.X, write.D, weights, slopes, curves))
+        self.dX_of, self.dD_of, self.dW_of, self.dS_of = map(by_chunk, (dX, dD, dW, dS))
+        self.ends = by_chunk(gates.ends())
+        if write.scale is not None:
+            self.along = by_chunk(along)
+            self.shares = [
+                by_chunk(map(self._cap_share, norms, write.scale)) for norms in zip(*write.norms, strict=True)
+            ]
+        self.steps = []  # of all chunks passed: the gradients they started from, and their products
+
+    @staticmethod
+    def _cap_share(norm: Tensor, scale: Tensor) -> Tensor:
+        """What an input, or an error, has to do with its cap: one over its squared norm, 0 below the cap."""
+        return torch.where(scale < 1, norm, torch.inf).square_().reciprocal_()
+
+    def back(self, n: int, dW_end: list[Tensor], dS_end: list[Tensor]) -> list[Tensor]:
+        """From the gradients of chunk n's end state to those of its start state."""
+        products = [self._layer(n, i, *ends) for i, ends in enumerate(zip(dW_end, dS_end, strict=True))]
+        self.steps.append((*dW_end, *dS_end, *(x for pair in products for x in pair)))
+        self._write(n)
+        return [*self.dW_of[n], *self.dS_of[n]]
+
+    def _layer(self, n: int, i: int, dW_end: Tensor, dS_end: Tensor) -> tuple[Tensor, Tensor]:
+        """Through one layer's update and its cap. Rows are scaled and summed on the layer's narrower side."""
+        x, d, dx, dd = (xs[n][i] for xs in (self.X, self.D, self.dX_of, self.dD_of))
+        wide, d_wide, d_narrow = (d, dd, dx) if self.widens[i] else (x, dx, dd)
+        (by_M, by_S), (to_M, to_S) = ([xs[n][i] for xs in pair] for pair in (self.scaled, self.rows))
+        to_wide = (dW_end, dS_end) if self.widens[i] else (dW_end.mT, dS_end.mT)
+        d_wide.baddbmm_(by_M, to_wide[0], alpha=-1).baddbmm_(by_S, to_wide[1], alpha=-1)
+        of_M, of_S = (torch.bmm(wide, to.mT) for to in to_wide)
+        d_narrow.addcmul_(of_M, to_M, value=-1).addcmul_(of_S, to_S, value=-1)
+        if self.write.scale is not None:
+            along = self.along[n][i].sub_((by_M * of_M).addcmul_(by_S, of_S).sum(-1))
+            x_share, d_share = (shares[n][i] for shares in self.shares)
+            dx.addcmul_(x, (along * x_share)[..., None], value=-1)
+            dd.addcmul_(d, (along * d_share)[..., None], value=-1)
+        decay, drift, kept = self.ends[n]
+        self.dW_of[n][i].addcmul_(dW_end, decay)
+        self.dS_of[n][i].addcmul_(dW_end, drift).addcmul_(dS_end, kept)
+        return of_M, of_S
+
+    def _write(self, n: int) -> None:
+        """Through the chain of errors (a double backward) and the keys' way forward; dD becomes the gradient of Z."""
+        X, D, W, dX, dD, dW = (xs[n] for xs in (self.X, self.D, self.W, self.dX_of, self.dD_of, self.dW_of))
+        for i, (slope, curve) in enumerate(zip(self.slopes[n], self.curves[n], strict=True)):
+            dH = dD[i] * slope
+            dD[i + 1].baddbmm_(dH, W[i + 1])
+            dW[i + 1].baddbmm_(dH.mT, D[i + 1])
+            dD[i].mul_(curve)
+        dD[-1].mul_(2)
+        for i in reversed(range(len(W))):
+            dW[i].baddbmm_(X[i].mT, dD[i])
             if i:
-                dZ[i - 1].add_(torch.ops.aten.silu_backward(dX[i], self.Z[i - 1]))
-        return dX[0], dZ[-1].neg()
+                dX[i].baddbmm_(dD[i], W[i].mT)
+                dD[i - 1].addcmul_(dX[i], self.slopes[n][i - 1])
+
+    def finish(self, d_gates: Gates) -> tuple[Tensor, Tensor]:
+        """After the first chunk: the gradients of k and v; those of the gates are added to `d_gates`."""
+        depth = len(self.weights)
+        found = [_joined(xs) for xs in zip(*reversed(self.steps), strict=True)]
+        dW_end, dS_end, products = found[:depth], found[depth : 2 * depth], found[2 * depth :]
+        for i, (W, S) in enumerate(zip(self.weights, self.momentum, strict=True)):
+            along = torch.stack([(self.narrow[i] * of).sum(-1) for of in products[2 * i : 2 * i + 2]], dim=1)
+            d_gates.last.sub_(self.write.capped(along, i))
+            d_gates.decay[:, -1].add_((dW_end[i] * W).sum((-2, -1)))
+            d_gates.drift[:, -1].add_((dW_end[i] * S).sum((-2, -1)))
+            d_gates.momentum.add_((dS_end[i] * S).sum((-2, -1)))
+        return self.dX[0].baddbmm_(self.dD[0], self.weights[0].mT), self.dD[-1].neg()
 
 
-def _silu_curve_times(factor: Tensor, z: Tensor, activation: Tensor) -> Tensor:
-    """`factor` times the second derivative of SiLU, `s (1 - s) (2 + z - 2 z s)`; `activation` is `z s`."""
-    slope = torch.ops.aten.sigmoid_backward(factor, torch.sigmoid(z))  # factor s (1 - s)
-    return torch.add(z, activation, alpha=-2).add_(2).mul_(slope)
+def _silu_derivatives(write: Write) -> tuple[list[Tensor], list[Tensor]]:
+    """Per hidden layer SiLU's slope `s + x (1 - s)` with `s` the sigmoid, `x = z s`, and its second derivative by U."""
+    slopes, curves = [], []
+    for z, x, u in zip(write.Z, write.X[1:], write.U, strict=True):
+        s = torch.sigmoid(z)
+        slopes.append((s + x).addcmul_(x, s, value=-1))
+        curves.append(torch.add(z, x, alpha=-2).add_(2).mul_(torch.ops.aten.sigmoid_backward(u, s)))
+    return slopes, curves
 
 
 class _Scan(torch.autograd.Function):
@@ -277,76 +335,108 @@ def scan(max_surprise: float | None, chunks: Tensor | None, weights, momentum, *
     return y, tuple(end[:depth]), tuple(end[depth:])
 
 
-def _chunk_first(x: Tensor) -> Tensor:
-    """[B, H, N, C, ...] to [N, B H, C, ...], contiguous."""
-    return x.movedim(2, 0).flatten(1, 2).contiguous()
+def _cut(chunks: range, size: int) -> list[range]:
+    return [chunks[i : i + size] for i in range(0, len(chunks), size)]
 
 
-def _chunk_third(x: Tensor, B: int) -> Tensor:
-    """Back again."""
-    return x.unflatten(1, (B, -1)).movedim(0, 2)
+def _of(x: Tensor, piece: range) -> Tensor:
+    """The piece's chunks of `x` [B, H, N, C, ...] as [K B H, C, ...], chunk after chunk."""
+    return x[:, :, piece.start : piece.stop].movedim(2, 0).flatten(0, 2).contiguous()
 
 
-def _pieces(N: int) -> list[range]:
-    starts = range(0, N, CHUNKS_AT_A_TIME)
-    return [range(n, min(n + CHUNKS_AT_A_TIME, N)) for n in starts]
+def _put(whole: Tensor, piece: range, x: Tensor) -> None:
+    """Back again, into its place."""
+    part = whole[:, :, piece.start : piece.stop].movedim(2, 0)
+    part.copy_(x.view(part.shape))
+
+
+def _joined(xs) -> Tensor:
+    return xs[0] if len(xs) == 1 else torch.cat(xs)
 
 
 def _select(more: Tensor | None, new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
-    """`new` in the rows [G] that have the chunk, `old` in the others."""
+    """`new` in the sequences [G] that have the chunk, `old` in the others."""
     if more is None:
         return new
     return [torch.where(more[:, None, None], x, y) for x, y in zip(new, old, strict=True)]
 
 
-def _rows_with(chunks: Tensor | None, N: int, H: int) -> list[Tensor | None]:
-    """For every chunk the rows [G] that have it; None where all do."""
+def _zero_outside(more: Tensor | None, x: Tensor) -> Tensor:
+    return x if more is None else torch.where(more.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
+
+
+def _having(chunks: Tensor | None, piece: range, H: int) -> Tensor | None:
+    """Which sequences [K, G] have each of the piece's chunks; None if all do."""
     if chunks is None:
-        return [None] * N
-    return list((torch.arange(N, device=chunks.device)[:, None] < chunks).repeat_interleave(H, dim=1))
+        return None
+    return (torch.arange(piece.start, piece.stop, device=chunks.device)[:, None] < chunks).repeat_interleave(H, dim=1)
 
 
 def _forward(max_surprise, chunks, depth: int, tokens, state: list[Tensor], starts: list | None = None):
-    """Outputs, and the state at the end [B, H, in, out]; `starts` collects that [G, in, out] before every chunk."""
+    """Outputs, and the state at the end [B, H, in, out]; `starts` collects it before every chunk, [K B H, in, out]."""
     B, H, N = tokens[0].shape[:3]
-    q, k, v, theta, eta, alpha = map(_chunk_first, tokens)
-    state, outputs, rows = [x.flatten(0, 1) for x in state], [], _rows_with(chunks, N, H)
-    for piece in _pieces(N):
-        gates = gates_of(*(x[piece.start : piece.stop] for x in (theta, eta, alpha)))
-        for n in piece:
-            now = Gates(*(x[n - piece.start] for x in gates))
-            chunk = Chunk(state[:depth], state[depth:], q[n], k[n], v[n], now, max_surprise)
+    state, y = [x.flatten(0, 1) for x in state], torch.empty_like(tokens[0])
+    for section in _cut(range(N), CHUNKS_AT_A_TIME):
+        of_section = gates_of(*(_of(x, section) for x in tokens[3:]))
+        for piece in _cut(section, _chunks_together(B * H)):
+            q, k, v = (_of(x, piece) for x in tokens[:3])
+            gates, more = of_section.of_chunks(piece, section, B * H), _having(chunks, piece, H)
+            writes, befores = [], []
+            for n, (k_n, v_n, *gates_n) in enumerate(zip(*(x.chunk(len(piece)) for x in (k, v, *gates)), strict=True)):
+                befores.append(state)
+                writes.append(Write(state[:depth], k_n, v_n, max_surprise))
+                after = writes[-1].after(state[:depth], state[depth:], Gates(*gates_n))
+                state = _select(None if more is None else more[n], after, state)
+            before = [_joined(xs) for xs in zip(*befores, strict=True)]
+            X, D, steps = _joined_writes(writes, k, gates.step)
+            _put(y, piece, Read(before[:depth], before[depth:], X, D, steps, gates, q).y)
             if starts is not None:
-                starts.append(state)
-            outputs.append(chunk.y)
-            state = _select(rows[n], chunk.after(), state)
-    return _chunk_third(torch.stack(outputs), B), [x.unflatten(0, (B, H)) for x in state]
+                starts.append(before)
+    return y, [x.unflatten(0, (B, H)) for x in state]
+
+
+def _chunks_together(sequences: int) -> int:
+    return max(1, SEQUENCES_AT_A_TIME // sequences)
+
+
+def _joined_writes(writes: list[Write], k: Tensor, step: Tensor):
+    """X, D and the capped steps of a piece, from those of its chunks."""
+    layers = range(len(writes[0].D))
+    X = [k, *(_joined([write.X[i] for write in writes]) for i in layers[1:])]
+    D = [_joined([write.D[i] for write in writes]) for i in layers]
+    if writes[0].scale is None:
+        return X, D, [step] * len(D)
+    return X, D, [step * _joined([write.scale[i] for write in writes])[:, None] for i in layers]
 
 
 def _backward(max_surprise, chunks, depth: int, tokens, starts, dy: Tensor, d_state: list[Tensor]):
     """Gradients of tokens and gates, and of the start state."""
     B, H, N = tokens[0].shape[:3]
-    q, k, v, *gates = map(_chunk_first, tokens)
-    dy, d_state, rows = _chunk_first(dy), [x.flatten(0, 1) for x in d_state], _rows_with(chunks, N, H)
-    found = [torch.empty_like(x) for x in (q, k, v, *gates)]
-    for piece in reversed(_pieces(N)):
-        here = slice(piece.start, piece.stop)
+    d_state, found = [x.flatten(0, 1) for x in d_state], [torch.empty_like(x) for x in tokens]
+    starts = list(starts)
+    for section in reversed(_cut(range(N), CHUNKS_AT_A_TIME)):
         with torch.enable_grad():
-            leaves = [x[here].detach().requires_grad_() for x in gates]
+            leaves = [_of(x, section).requires_grad_() for x in tokens[3:]]
             coefficients = gates_of(*leaves)
-        d_coefficients = [torch.empty_like(x) for x in coefficients]
-        for n in reversed(piece):
-            now = Gates(*(x[n - piece.start].detach() for x in coefficients))
-            chunk = Chunk(starts[n][:depth], starts[n][depth:], q[n], k[n], v[n], now, max_surprise)
-            d_start, *d_tokens, d_gates = chunk.backward(dy[n], d_state[:depth], d_state[depth:])
-            d_state = _select(rows[n], d_start, d_state)
-            for buffer, new in zip(found[:3], d_tokens, strict=True):
-                buffer[n] = new if rows[n] is None else new.where(rows[n][:, None, None], 0.0)
-            for buffer, new in zip(d_coefficients, d_gates, strict=True):
-                buffer[n - piece.start] = (
-                    new if rows[n] is None else torch.where(rows[n].view(-1, *[1] * (new.dim() - 1)), new, 0.0)
-                )
-        for buffer, new in zip(found[3:], torch.autograd.grad(coefficients, leaves, d_coefficients), strict=True):
-            buffer[here] = new
-    d_tokens = [_chunk_third(x, B) for x in found]
-    return d_tokens, [x.unflatten(0, (B, H)) for x in d_state]
+        of_section, d_of_section = (Gates(*map(make, coefficients)) for make in (Tensor.detach, torch.zeros_like))
+        for piece in reversed(_cut(section, _chunks_together(B * H))):
+            gates, d_gates = (x.of_chunks(piece, section, B * H) for x in (of_section, d_of_section))
+            q, k, v, dy_piece = (_of(x, piece) for x in (*tokens[:3], dy))
+            start, more = starts.pop(), _having(chunks, piece, H)
+            weights, momentum = start[:depth], start[depth:]
+            write = Write(weights, k, v, max_surprise)
+            steps = [write.capped(gates.step, i) for i in range(depth)]
+            read = Read(weights, momentum, write.X, write.D, steps, gates, q)
+            dq, *of_layers = read.backward(dy_piece, write, d_gates)
+            del read, steps
+            updates = Updates(len(piece), write, weights, momentum, gates, *of_layers)
+            for n in reversed(range(len(piece))):
+                d_start = updates.back(n, d_state[:depth], d_state[depth:])
+                d_state = _select(None if more is None else more[n], d_start, d_state)
+            for whole, x in zip(found, (dq, *updates.finish(d_gates)), strict=False):
+                _put(whole, piece, _zero_outside(None if more is None else more.flatten(), x))
+        more = _having(chunks, section, H)
+        d_of_section = [_zero_outside(None if more is None else more.flatten(), x) for x in d_of_section]
+        for whole, x in zip(found[3:], torch.autograd.grad(coefficients, leaves, d_of_section), strict=True):
+            _put(whole, section, x)
+    return found, [x.unflatten(0, (B, H)) for x in d_state]
