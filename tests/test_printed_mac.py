@@ -5,7 +5,6 @@ import torch
 from support import VOCAB, random_ids, tiny_model
 
 from titans_hf.attention_titans import rotate
-from titans_hf.memory_ops import recall
 from titans_hf.mixers_titans import MemoryAsContext, Mixed
 
 
@@ -15,7 +14,7 @@ class PrintedMemoryAsContext(MemoryAsContext):
     def forward(self, x, persistent, rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
         C, outputs = self.config.segment_size, []
         carry = self.memory.begin(x.shape[0])
-        tail = carry.tail[..., : carry.tail.shape[-1] // 3]
+        tail = carry.tail.map(lambda x: x[..., : x.shape[-1] // 3])
         read_tail = tail
         for segment in x.split(C, dim=1):
             q, tail = self.memory.queries(segment, tail)
@@ -25,9 +24,7 @@ class PrintedMemoryAsContext(MemoryAsContext):
             written = self.write_norm(y)
             _, carry, _ = self.memory(written, carry)  # Eq. 24
             q, read_tail = self.memory.queries(written, read_tail)
-            outputs.append(
-                self.combine(y, self.memory.out_proj(self.memory._normed(recall(carry.state.current()[0], q))))
-            )
+            outputs.append(self.combine(y, self.memory.retrieve(carry.state.current()[0], q)))
         return Mixed(torch.cat(outputs, dim=1))  # Eq. 25
 
     def _causal_attention(self, context, rotary):

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .cache_titans import LayerCarry, TitansCacheLayer
 from .configuration_titans import TitansConfig
 from .memory_ops import PackedRows, on_host, state_dtype
-from .neural_memory import last_tokens
+from .tails import Tail
 
 
 @dataclass
@@ -230,12 +230,12 @@ class SlidingAttention(TitansAttention):
         self,
         x: Tensor,
         prefix: tuple[Tensor, Tensor] | None,
-        tails: tuple[Tensor, Tensor] | None,
+        tails: tuple[Tail, Tail] | None,
         rows: Rows,
         rotary: TitansRotaryEmbedding,
         output_attentions: bool = False,
-    ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        """x [B, T, hidden], prefix keys and values [B, P, H_kv, D], tails [B, N, H_kv, D] of earlier tokens.
+    ) -> tuple[Tensor, Tensor | None, dict[str, Tail]]:
+        """x [B, T, hidden], prefix keys and values [B, P, H_kv, D], tails of H_kv x D numbers of earlier tokens.
 
         Returns the output [B, T, hidden], the weights [B, H, T, P + past + T] if asked for, and the window's new tails.
         """
@@ -244,10 +244,9 @@ class SlidingAttention(TitansAttention):
         window, past = {}, 0
         if tails is not None:
             past = min(self.config.sliding_window - 1, rows.reach)
-            size = tails[0].shape[1]
-            k, v = torch.cat((tails[0], k), dim=1), torch.cat((tails[1], v), dim=1)
-            window = {"keys": last_tokens(k, rows.lengths, size), "values": last_tokens(v, rows.lengths, size)}
-            k, v = k[:, size - past :], v[:, size - past :]
+            (k, keys), (v, values) = (tail.go_on(new, rows.lengths) for tail, new in zip(tails, (k, v), strict=True))
+            window = {"keys": keys, "values": values}
+            k, v = (x[:, keys.size - past :] for x in (k, v))
         if self.config._attn_implementation == "flash_attention_2":
             out, weights = self._flash(q, k, v, past, rows, rotary)
         elif output_attentions or x.shape[1] <= self.config.sliding_window:
@@ -338,27 +337,23 @@ class SegmentAttention(TitansAttention):
         heads = self.q_proj.weight.unflatten(0, (-1, self.head_dim))
         return 2 * heads[:: self.num_key_value_groups].flatten(0, 1)
 
-    def forward(self, q, kv, persistent_kv, past_kv, past: int, places: Tensor, output_attentions: bool):
+    def forward(self, q, kv, persistent_kv, past: int, places: Tensor, output_attentions: bool):
         """Attend in one piece of a segment.
 
         Args:
             q: queries [B, T, H, D], rotated.
-            kv: keys and values of the piece's retrieved and segment tokens, four of [B, T, H_kv, D], keys rotated.
+            kv: keys, rotated, and values of the open segment's tokens, past ones first: [B, past + T, 2, H_kv, D] each,
+                the retrieved token and the segment's own side by side.
             persistent_kv: [B, P, H_kv, D] twice, or None.
-            past_kv: the tails of `kv` from earlier pieces, [B, N, H_kv, D].
-            past: how many tokens of the tails belong to some row's open segment.
+            past: how many tokens of `kv` are from earlier pieces; some may belong to a segment before.
             places: [B] tokens in each row's open segment.
         """
-        if past:
-            kv = [
-                torch.cat((tail[:, tail.shape[1] - past :], new), dim=1) for tail, new in zip(past_kv, kv, strict=True)
-            ]
-        k, v = torch.cat((kv[0], kv[2]), dim=1), torch.cat((kv[1], kv[3]), dim=1)
+        k, v = (x.flatten(1, 2) for x in kv)
         keys = torch.arange(past + q.shape[1], device=q.device)
         visible = (keys <= keys[past:, None])[None]  # [1, T, past + T]
         if past:
             visible = visible & (keys >= past - places[:, None])[:, None]
-        mask = torch.cat((visible, visible), dim=-1)[:, None]
+        mask = visible.repeat_interleave(2, dim=-1)[:, None]
         if persistent_kv is not None:
             k, v = torch.cat((persistent_kv[0], k), dim=1), torch.cat((persistent_kv[1], v), dim=1)
             mask = F.pad(mask, (persistent_kv[0].shape[1], 0), value=True)
@@ -367,10 +362,11 @@ class SegmentAttention(TitansAttention):
         return self.o_proj(out), weights
 
     def _by_slot(self, weights: Tensor, past: int, places: Tensor) -> Tensor:
-        """Move the columns [P | past + T retrieved | past + T segment] to their slots [P | C | C]."""
+        """Move the columns [P | past + T pairs of a retrieved and a segment token] to their slots [P | C | C]."""
         C, P = self.config.segment_size, self.config.num_persistent_tokens
         keys = (weights.shape[-1] - P) // 2
         slot = (torch.arange(keys, device=weights.device) - past + places[:, None]).clamp(0, C - 1)  # [B, keys]
         persistent = torch.arange(P, device=weights.device).expand(len(slot), P)
-        index = torch.cat((persistent, P + slot, P + C + slot), dim=1)[:, None, None].expand_as(weights)
+        pairs = torch.stack((P + slot, P + C + slot), dim=-1).flatten(1)
+        index = torch.cat((persistent, pairs), dim=1)[:, None, None].expand_as(weights)
         return weights.new_zeros(*weights.shape[:-1], P + 2 * C).scatter_add(-1, index, weights)

@@ -1,11 +1,10 @@
 """The cache of a Titans model: the memory, and the short tails that attention and convolution look back on.
 
-A layer's cache has a constant size. Forward passes never change its tensors in place: they hand over a new
-`LayerCarry`, so autograd can go through a carried cache. To be cropped, a layer also keeps an older memory state and
-the tokens written since (at most `LOG_COLUMNS`), from which the state at any of the last `REWIND` tokens is computed
-again.
+A layer's cache has a constant size. A forward pass never changes what an earlier `LayerCarry` holds: it hands over a
+new one, so autograd can go through a carried cache. To be cropped, a layer also keeps an older memory state and the
+tokens written since (at most `LOG_COLUMNS`), from which the state at any of the last `REWIND` tokens is computed again.
 
-Axis letters: B batch, N tokens of a tail, H memory heads, D head width. Tails are right-aligned: the newest is last.
+Axis letters: B batch, H memory heads, D head width.
 """
 
 from collections.abc import Callable
@@ -16,8 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from .memory_ops import MemoryState, neural_memory, select_rows, take, where_rows
+from .memory_ops import MemoryState, compact, neural_memory, take, where_rows
 from .neural_memory import Written
+from .tails import Tail
 
 REWIND = 64  # tokens that `crop` can remove
 LOG_LIMIT = 2 * REWIND  # token columns that one pass may add to the log
@@ -51,24 +51,35 @@ class LayerCarry:
 
     Attributes:
         memory: weights, momentum and the open chunk, always with its open-chunk fields.
-        tails: right-aligned [B, N, ...]: inputs of the convolution, keys and values of the window or the segment, and
+        tails: inputs of the convolution, keys and values of the window or the segment, and
             in the last layer the model's outputs.
         fixed: tensors that no token changes (MAL's attention prefix).
         segment_weights: MAC's memory at the start of the open segment.
     """
 
     memory: MemoryState
-    tails: dict[str, Tensor] = field(default_factory=dict)
+    tails: dict[str, Tail] = field(default_factory=dict)
     fixed: dict[str, Tensor] = field(default_factory=dict)
     segment_weights: tuple[Tensor, ...] | None = None
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "LayerCarry":
-        segment = self.segment_weights
+        """Apply a batch operation to every tensor."""
+        return self._map(lambda memory: memory.map(fn), lambda tail: tail.map(fn), fn)
+
+    def settled(self) -> "LayerCarry":
+        """The same carry in tensors that hold nothing else."""
+        return self._map(lambda memory: memory.settled(), lambda tail: tail.settled(), compact)
+
+    def without_room(self) -> "LayerCarry":
+        """The same carry, its tails without room to go on."""
+        return self._map(lambda memory: memory, lambda tail: Tail(tail.values), lambda x: x)
+
+    def _map(self, memory: Callable, tail: Callable, fn: Callable) -> "LayerCarry":
         return LayerCarry(
-            self.memory.map(fn),
-            {name: fn(x) for name, x in self.tails.items()},
+            memory(self.memory),
+            {name: tail(x) for name, x in self.tails.items()},
             {name: fn(x) for name, x in self.fixed.items()},
-            None if segment is None else tuple(map(fn, segment)),
+            None if self.segment_weights is None else tuple(map(fn, self.segment_weights)),
         )
 
     def without(self, name: str) -> "LayerCarry":
@@ -77,11 +88,19 @@ class LayerCarry:
         return LayerCarry(self.memory, tails, self.fixed, self.segment_weights)
 
     def tensors(self) -> list[Tensor]:
-        return [*self.memory.tensors(), *self.tails.values(), *self.fixed.values(), *(self.segment_weights or ())]
+        tails = [tail.buffer for tail in self.tails.values()]
+        return [*self.memory.tensors(), *tails, *self.fixed.values(), *(self.segment_weights or ())]
 
     def select(self, rows: Tensor, other: "LayerCarry") -> "LayerCarry":
         """Rows of this carry where `rows` [B] is True, rows of `other` elsewhere."""
-        return select_rows(rows, self, other)
+        pick = lambda x, y: where_rows(rows, x, y)  # noqa: E731
+        segment = self.segment_weights
+        return LayerCarry(
+            self.memory.select(rows, other.memory),
+            {name: tail.select(rows, other.tails[name]) for name, tail in self.tails.items()},
+            {name: pick(x, other.fixed[name]) for name, x in self.fixed.items()},
+            None if segment is None else tuple(map(pick, segment, other.segment_weights)),
+        )
 
 
 @dataclass
@@ -107,13 +126,6 @@ class Step:
 
     def seen_after(self) -> Tensor:
         return self.seen + (self.width if self.lengths is None else self.lengths)
-
-
-def compact(x: Tensor) -> Tensor:
-    """A tensor that owns just its own bytes: a view would keep the whole prefill alive."""
-    if torch.compiler.is_compiling():  # sizes may be symbols
-        return x.clone()
-    return x if x.untyped_storage().nbytes() == x.nbytes and x.is_contiguous() else x.clone()
 
 
 class RewindLog:
@@ -272,13 +284,13 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def store(self, step: Step, carry: LayerCarry) -> None:
         """Take over the state after one pass."""
-        self.carry = carry.map(compact)
+        self.carry = carry.settled()
         self.seen = step.seen_after()
         if step.width > LOG_LIMIT:
             self.log.restart(self.carry, self.seen)
             return
         if self.log.base is None:
-            self.log.restart(step.before.map(compact), step.seen)
+            self.log.restart(step.before.settled(), step.seen)
         elif step.fresh is not False:
             self.log.rows_restart(step.seen == 0, step.before)
         self.log.append(step.written, step.lengths, step.read_only)
@@ -381,7 +393,7 @@ class TitansCacheLayer(CacheLayerMixin):
     def _take_back(self, removed: Tensor) -> None:
         """Forget each row's last `removed` [B] real tokens."""
         self._rewind_memory(removed)
-        self.carry.tails = {name: _drop_last(tail, removed) for name, tail in self.carry.tails.items()}
+        self.carry.tails = {name: tail.without_last(removed).settled() for name, tail in self.carry.tails.items()}
         self.seen = self.seen - removed
 
     def check_crop(self, removed_columns: int) -> None:
@@ -411,12 +423,6 @@ class TitansCacheLayer(CacheLayerMixin):
         return bool((self.seen // C == (self.seen - removed) // C).all())
 
 
-def _drop_last(tail: Tensor, removed: Tensor) -> Tensor:
-    """Shift a right-aligned tail so that each row's last `removed` [B] tokens are gone; older slots become unused."""
-    slot = torch.arange(tail.shape[1], device=tail.device) - removed[:, None]
-    return take(tail, slot.clamp(min=0))
-
-
 class TitansStaticCacheLayer(TitansCacheLayer):
     """The same state at fixed addresses, for `torch.compile`: written in place, and not croppable."""
 
@@ -431,7 +437,7 @@ class TitansStaticCacheLayer(TitansCacheLayer):
         self.columns = torch.zeros((), dtype=torch.long)
 
     def store(self, step: Step, carry: LayerCarry) -> None:
-        seen = step.seen_after()
+        seen, carry = step.seen_after(), carry.without_room()
         if self.carry is None:
             self.carry, self.seen = carry.map(Tensor.clone), seen
             self.columns = self.columns.to(seen.device)
@@ -563,8 +569,8 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int, dtype: 
                 f"`past_key_values` holds {layer.batch_size} rows, but the input has {batch_size}: use a cache per "
                 "batch, or `batch_select_indices` / `batch_repeat_interleave` it to fit"
             )
-        if layer.carry is not None and layer.carry.tails["conv"].dtype != dtype:
+        if layer.carry is not None and layer.carry.tails["conv"].buffer.dtype != dtype:
             raise ValueError(
-                f"`past_key_values` holds {layer.carry.tails['conv'].dtype}, but the model computes in {dtype}: "
+                f"`past_key_values` holds {layer.carry.tails['conv'].buffer.dtype}, but the model computes in {dtype}: "
                 "start with a fresh TitansCache(model.config)"
             )

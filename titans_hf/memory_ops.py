@@ -58,10 +58,11 @@ def _without_values(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or x.is_meta
 
 
-def select_rows(rows: Tensor, mine, theirs):
-    """Rows of `mine` where `rows` [B] is True, else rows of `theirs`: for any two things with `map` and `tensors`."""
-    others = iter(theirs.tensors())
-    return mine.map(lambda x: where_rows(rows, x, next(others)))
+def compact(x: Tensor) -> Tensor:
+    """A tensor that owns just its own bytes: a view would keep a whole prefill alive."""
+    if torch.compiler.is_compiling():  # sizes may be symbols
+        return x.clone()
+    return x if x.untyped_storage().nbytes() == x.nbytes and x.is_contiguous() else x.clone()
 
 
 class PackedRows:
@@ -244,7 +245,12 @@ class MemoryState:
 
     def select(self, rows: Tensor, other: "MemoryState") -> "MemoryState":
         """Rows of this state where `rows` [B] is True, rows of `other` elsewhere (both in the same form)."""
-        return select_rows(rows, self, other)
+        others = iter(other.tensors())
+        return self.map(lambda x: where_rows(rows, x, next(others)))
+
+    def settled(self) -> "MemoryState":
+        """The same state in tensors that hold nothing else."""
+        return self.map(compact)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the state, in the order `map` visits them."""
@@ -409,7 +415,7 @@ def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | 
         The outputs [B, H, N, C, D], and weights and momentum after each row's last chunk.
     """
     q, k, v = (x.to(weights[0].dtype) for x in (q, k, v))
-    if not torch.compiler.is_compiling() and not _inside_functorch():
+    if not seen_through():
         return written_out_scan(max_surprise, chunks, weights, momentum, q, k, v, theta, eta, alpha)
     step = _chunk
     # checkpoints rest on saved-tensor hooks, which torch.func's transforms do not have
@@ -430,6 +436,11 @@ def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | 
             ]
         weights, momentum = after
     return torch.stack(outputs, dim=2), weights, momentum
+
+
+def seen_through() -> bool:
+    """Whether torch.compile or torch.func is at work: derivatives that are written out would be in their way."""
+    return torch.compiler.is_compiling() or _inside_functorch()
 
 
 def _inside_functorch() -> bool:

@@ -14,7 +14,8 @@ from .attention_titans import Rows, SegmentAttention, SlidingAttention, rotate
 from .cache_titans import LayerCarry
 from .configuration_titans import TitansConfig
 from .memory_ops import MemoryState, RowCut, on_host, where_rows
-from .neural_memory import MemoryCarry, NeuralMemory, TitansRMSNorm, Written, last_tokens
+from .neural_memory import MemoryCarry, NeuralMemory, TitansRMSNorm, Written
+from .tails import Tail
 
 
 class BranchNorm(TitansRMSNorm):
@@ -73,15 +74,15 @@ class MemoryMixer(nn.Module):
     def _remember(self, x: Tensor, carry: LayerCarry, rows: Rows, read_only: bool):
         return self.memory(x, MemoryCarry(carry.memory, carry.tails["conv"]), rows.lengths, read_only)
 
-    def _window(self, carry: LayerCarry) -> tuple[Tensor, Tensor] | None:
+    def _window(self, carry: LayerCarry) -> tuple[Tail, Tail] | None:
         return (carry.tails["keys"], carry.tails["values"]) if "keys" in carry.tails else None
 
-    def _empty_window(self, x: Tensor, rows: Rows) -> dict[str, Tensor]:
+    def _empty_window(self, x: Tensor, rows: Rows) -> dict[str, Tail]:
         config = self.config
         if not rows.keep:
             return {}
         slots = config.sliding_window - 1 + rows.spare
-        empty = x.new_zeros(rows.batch_size, slots, config.num_key_value_heads, config.head_dim)
+        empty = Tail(x.new_zeros(rows.batch_size, slots, config.num_key_value_heads, config.head_dim))
         return {"keys": empty, "values": empty}
 
 
@@ -107,7 +108,7 @@ class MemoryAsGate(MemoryMixer):
 
     def begin(self, persistent, rows) -> LayerCarry:
         _, memory = self._prologue(persistent, rows)
-        return self._carry(memory, self._empty_window(memory.tail, rows))
+        return self._carry(memory, self._empty_window(memory.tail.values, rows))
 
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
         before = rows.start(past, lambda: self.begin(persistent, rows))
@@ -137,7 +138,7 @@ class MemoryAsLayer(MemoryMixer):
             fixed = dict(
                 zip(("prefix_keys", "prefix_values"), self.attention.keys_values(self.norm(outputs)), strict=True)
             )
-        return self._carry(memory, self._empty_window(memory.tail, rows), fixed)
+        return self._carry(memory, self._empty_window(memory.tail.values, rows), fixed)
 
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
         before = rows.start(past, lambda: self.begin(persistent, rows))
@@ -148,7 +149,7 @@ class MemoryAsLayer(MemoryMixer):
         return Mixed(y, weights, carry, before, written)
 
 
-SEGMENT_TAILS = ("retrieved_keys", "retrieved_values", "segment_keys", "segment_values")
+SEGMENT_TAILS = ("segment_keys", "segment_values")  # of pairs: the retrieved token, and the segment's own
 
 
 class MemoryAsContext(nn.Module):
@@ -169,8 +170,8 @@ class MemoryAsContext(nn.Module):
     def begin(self, x: Tensor, rows: Rows) -> LayerCarry:
         config, memory = self.config, self.memory.begin(rows.batch_size, rows.spare)
         slots = config.segment_size - 1 + rows.spare
-        empty = x.new_zeros(rows.batch_size, slots, config.num_key_value_heads, config.head_dim)
-        queries = memory.tail[..., : memory.tail.shape[-1] // 3]
+        empty = Tail(x.new_zeros(rows.batch_size, slots, 2, config.num_key_value_heads, config.head_dim))
+        queries = memory.tail.map(lambda x: x[..., : x.shape[-1] // 3])
         tails = {"conv": memory.tail, "conv_retrieval": queries, **dict.fromkeys(SEGMENT_TAILS, empty)}
         return LayerCarry(memory.state.opened(config.memory_chunk_size), tails, {}, memory.state.weights)
 
@@ -209,20 +210,20 @@ class MemoryAsContext(nn.Module):
         retrieved_at, segment_at = rotary.at(q, P + slots), rotary.at(q, P + C + slots)
 
         h_k, h_v = self.attention.keys_values(self.memory.retrieve(carry.segment_weights, retrieval))
-        kv = [rotate(h_k, retrieved_at), h_v, rotate(k, segment_at), v]
-        tails = [carry.tails[name] for name in SEGMENT_TAILS]
-        past = min(C - 1, rows.reach) if is_head else 0
-        y, weights = self.attention(rotate(q, segment_at), kv, persistent_kv, tails, past, places, output_attentions)
+        kv = [torch.stack(pair, dim=2) for pair in ((rotate(h_k, retrieved_at), rotate(k, segment_at)), (h_v, v))]
+        tails, past = {}, 0
+        if rows.keep:
+            past = min(C - 1, rows.reach) if is_head else 0
+            for i, name in enumerate(SEGMENT_TAILS):
+                extended, tails[name] = carry.tails[name].go_on(kv[i], counts)
+                kv[i] = extended[:, extended.shape[1] - past - T :]
+        y, weights = self.attention(rotate(q, segment_at), kv, persistent_kv, past, places, output_attentions)
         m, memory, written = self.memory(
             self.write_norm(y), MemoryCarry(carry.memory, carry.tails["conv"]), counts, read_only
         )
-        kept = tails
-        if rows.keep:
-            pairs = zip(tails, kv, strict=True)
-            kept = [last_tokens(torch.cat((tail, new), dim=1), counts, tail.shape[1]) for tail, new in pairs]
         carry = LayerCarry(
             memory.state,
-            {**carry.tails, "conv": memory.tail, **dict(zip(SEGMENT_TAILS, kept, strict=True))},
+            {**carry.tails, "conv": memory.tail, **tails},
             {},
             self._segment_start(carry, memory.state, places + (T if counts is None else counts)),
         )

@@ -40,7 +40,8 @@ from .configuration_titans import TitansConfig
 from .documents_titans import Documents, find_documents
 from .memory_ops import PackedRows
 from .mixers_titans import MIXERS, BranchNorm, MemoryAsContext, Mixed
-from .neural_memory import CausalConv, MemoryStart, TitansRMSNorm, WriteGates, last_tokens
+from .neural_memory import CausalConv, MemoryStart, TitansRMSNorm, WriteGates
+from .tails import Tail
 
 OUTPUT = "output"  # the tail of a cache's last layer that keeps the model's last outputs
 
@@ -102,13 +103,13 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
             layer.store(step, mixed.carry)
         return hidden_states, mixed.attention
 
-    def _outputs(self, layer: TitansCacheLayer, hidden_states: Tensor, rows: Rows) -> Tensor:
+    def _outputs(self, layer: TitansCacheLayer, hidden_states: Tensor, rows: Rows) -> Tail:
         """The last tokens' outputs: what the model says of a row whose next columns are padding."""
         if layer.carry is None:
-            past = hidden_states.new_zeros(rows.batch_size, 1 + rows.spare, hidden_states.shape[-1])
+            past = Tail(hidden_states.new_zeros(rows.batch_size, 1 + rows.spare, hidden_states.shape[-1]))
         else:
             past = layer.carry.tails[OUTPUT]
-        return last_tokens(torch.cat((past, hidden_states), dim=1), rows.lengths, past.shape[1])
+        return past.after([hidden_states], rows.lengths)
 
 
 def _is_fresh(parameter: Tensor) -> bool:
@@ -377,7 +378,7 @@ def _last_output(cache: Cache) -> Tensor | None:
     layer = cache.layers[-1]
     if layer.carry is None or OUTPUT not in layer.carry.tails:
         return None
-    last = layer.carry.tails[OUTPUT][:, -1]
+    last = layer.carry.tails[OUTPUT].last(1)[:, 0]
     return last.masked_fill((layer.seen == 0)[:, None], 0.0)
 
 

@@ -12,7 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .configuration_titans import TitansConfig
-from .memory_ops import MemoryState, neural_memory, recall, state_dtype, take
+from .memory_ops import MemoryState, neural_memory, recall, seen_through, state_dtype, take
+from .tails import Tail
+from .token_ops import conv_silu, convolved, gated_norm, unit
+
+FEW = 8  # tokens of a pass that are not worth a pass over each stream by itself
 
 
 class TitansRMSNorm(nn.Module):
@@ -24,34 +28,38 @@ class TitansRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype == state_dtype(x.dtype):
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         precise = x.to(state_dtype(x.dtype))
         precise = precise * torch.rsqrt(precise.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * precise.to(self.weight.dtype)
 
 
-def last_tokens(extended: Tensor, lengths: Tensor | None, count: int) -> Tensor:
-    """The last `count` real tokens of rows that stand as [old tail of `count` | new tokens], [B, count + T, ...]."""
-    if lengths is None:
-        return extended[:, extended.shape[1] - count :]
-    return take(extended, lengths[:, None] + torch.arange(count, device=extended.device))
+class GatedNorm(TitansRMSNorm):
+    """The norm of every head, times the output gate."""
+
+    def forward(self, y: Tensor, gate: Tensor | None = None, written_out: bool = False) -> Tensor:
+        """[B, T, H, D] to [B, T, H D]; the gate is what SiLU opens, [B, T, H D], or None for none."""
+        if gate is None:
+            return super().forward(y).flatten(-2)
+        if written_out:
+            precise = state_dtype(y.dtype)
+            return gated_norm(y.to(precise), gate, self.weight.to(precise), self.eps)
+        return super().forward(y).flatten(-2) * F.silu(gate)
 
 
 class CausalConv(nn.Module):
-    """Causal depthwise convolution over tokens."""
+    """The weights of a causal depthwise convolution over tokens."""
 
     def __init__(self, channels: int, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, width))
         self.reach = width - 1
 
-    def forward(self, extended: Tensor) -> Tensor:
-        """`extended` [B, reach + T, channels] to [B, T, channels]; fewer channels use the first ones' weights."""
-        T, channels = extended.shape[1] - self.reach, extended.shape[-1]
-        first, *taps = self.weight[:channels].unbind(1)  # F.conv1d has no fast depthwise form on a CPU
-        mixed = extended[:, :T] * first
-        for tap, weight in enumerate(taps, 1):
-            mixed = mixed.addcmul_(extended[:, tap : tap + T], weight)
-        return mixed
+    def forward(self, channels: int) -> Tensor:
+        """Those of the first channels, [reach + 1, channels]. Offloading brings them in when the module is called."""
+        weight = self.weight[:channels]
+        return weight.T.to(state_dtype(weight.dtype)).contiguous()
 
 
 class WriteGates(nn.Module):
@@ -125,11 +133,11 @@ class MemoryCarry:
 
     Attributes:
         state: weights, momentum and the open chunk.
-        tail: [B, N, 3 H D], the last projected queries, keys and values before the convolution.
+        tail: of 3 H D channels, the last projected queries, keys and values before the convolution.
     """
 
     state: MemoryState
-    tail: Tensor
+    tail: Tail
 
 
 @dataclass
@@ -162,7 +170,7 @@ class NeuralMemory(nn.Module):
         self.conv = CausalConv(3 * width, config.memory_conv_width) if config.memory_conv else None
         self.write_gates = WriteGates(config)
         self.start = MemoryStart(config)
-        self.norm = TitansRMSNorm(self.head_dim, config.rms_norm_eps)
+        self.norm = GatedNorm(self.head_dim, config.rms_norm_eps)
         self.output_gate = nn.Linear(config.hidden_size, width, bias=False)
         self.out_proj = nn.Linear(width, config.hidden_size, bias=False)
 
@@ -181,7 +189,7 @@ class NeuralMemory(nn.Module):
         state = self.start()
         channels = 3 * self.num_heads * self.head_dim
         tail = state.weights[0].new_zeros(batch_size, self.conv_reach + spare, channels, dtype=self.dtype)
-        return MemoryCarry(state.map(lambda x: x.expand(batch_size, *x.shape[1:])), tail)
+        return MemoryCarry(state.map(lambda x: x.expand(batch_size, *x.shape[1:])), Tail(tail))
 
     def prologue(self, persistent: Tensor, batch_size: int, spare: int = 0) -> tuple[Tensor, MemoryCarry]:
         """Read the persistent tokens [P, hidden] as one chunk of their own: its gradients are taken at `M_0`.
@@ -191,7 +199,7 @@ class NeuralMemory(nn.Module):
         carry = self.begin(1, spare)
         y, carry, _ = self(persistent[None], carry, chunk_size=persistent.shape[0])
         widen = lambda x: x.expand(batch_size, *x.shape[1:])  # noqa: E731
-        return widen(y), MemoryCarry(carry.state.map(widen), widen(carry.tail))
+        return widen(y), MemoryCarry(carry.state.map(widen), carry.tail.map(widen))
 
     def forward(
         self,
@@ -205,10 +213,7 @@ class NeuralMemory(nn.Module):
 
         Returns the outputs [B, T, hidden], the carry after the last token, and the tokens as they were written.
         """
-        projected = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
-        mixed, tail = self._convolve(projected, carry.tail, lengths)
-        q, k, v = (part.unflatten(-1, (self.num_heads, self.head_dim)) for part in mixed.chunk(3, dim=-1))
-        q, k = _unit(q), _unit(k)
+        (q, k, v), tail = self._heads((self.q_proj(x), self.k_proj(x), self.v_proj(x)), carry.tail, lengths)
         state, backend = carry.state, self.backend
         if chunk_size is None:
             chunk_size = self.chunk_size
@@ -231,26 +236,47 @@ class NeuralMemory(nn.Module):
                 backend=backend,
                 lengths=lengths,
             )
-        out = self.out_proj(self._normed(y) * F.silu(self.output_gate(x)))
+        out = self.out_proj(self.norm(y, self.output_gate(x), self._written_out(y)))
         return out, MemoryCarry(state, tail), Written(k, v, gates)
 
-    def queries(self, x: Tensor, tail: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Queries [B, T, H, D] for retrieval, and the tail [B, N, H D] of their own stream."""
-        mixed, tail = self._convolve(self.q_proj(x), tail, lengths)
-        return _unit(mixed.unflatten(-1, (self.num_heads, self.head_dim))), tail
+    def queries(self, x: Tensor, tail: Tail, lengths: Tensor | None = None) -> tuple[Tensor, Tail]:
+        """Queries [B, T, H, D] for retrieval, and the tail, of H D channels, of their own stream."""
+        (q,), tail = self._heads((self.q_proj(x),), tail, lengths)
+        return q, tail
 
     def retrieve(self, weights: tuple[Tensor, ...], q: Tensor) -> Tensor:
         """What the given memory holds for the queries, as tokens [B, T, hidden]: normed and projected, not gated."""
-        return self.out_proj(self._normed(recall(weights, q)))
+        return self.out_proj(self.norm(recall(weights, q)))
 
-    def _convolve(self, projected: Tensor, tail: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        extended = torch.cat((tail, projected), dim=1)
-        mixed = projected if self.conv is None else self.conv(extended[:, tail.shape[1] - self.conv_reach :])
-        mixed = F.silu(mixed.to(state_dtype(mixed.dtype)))
-        return mixed, last_tokens(extended, lengths, tail.shape[1])
+    def _written_out(self, x: Tensor) -> bool:
+        """Whether the tokens [B, T, ...] are many, and nobody wants to see through what is done to them."""
+        return x.shape[1] > FEW and self.backend != "recurrent" and not seen_through()
 
-    def _normed(self, y: Tensor) -> Tensor:
-        return self.norm(y).flatten(-2)  # [B, T, H D]
+    def _heads(self, projected: tuple[Tensor, ...], tail: Tail, lengths: Tensor | None) -> tuple[list[Tensor], Tail]:
+        """Queries, and keys and values if given, each [B, T, H D], as heads [B, T, H, D]: convolved, through SiLU.
+
+        Queries and keys have length 1. The tail is that of all streams side by side, for the next call.
+        """
+        streams, width = len(projected), self.num_heads * self.head_dim
+        if self.conv is not None and self._written_out(projected[0]):
+            before = tail.last(self.conv_reach).split(width, dim=-1)
+            taps = self.conv(streams * width).split(width, dim=-1)
+            found = [
+                conv_silu(x, *past, self.num_heads, to_unit=i < 2)
+                for i, (x, *past) in enumerate(zip(projected, before, taps, strict=True))
+            ]
+            return found, tail.after(projected, lengths)
+        joined = projected[0] if streams == 1 else torch.cat(projected, dim=-1)
+        extended, tail = tail.go_on(joined, lengths)
+        if self.conv is not None:
+            taps = self.conv(streams * width)
+            joined = convolved(
+                extended[:, extended.shape[1] - joined.shape[1] - self.conv_reach :].to(taps.dtype), taps
+            )
+        mixed = F.silu(joined.to(state_dtype(joined.dtype))).unflatten(-1, (streams * self.num_heads, -1))
+        directions = min(streams, 2) * self.num_heads
+        heads = unit(mixed[:, :, :directions]).split(self.num_heads, dim=2)
+        return [*heads, mixed[:, :, directions:]][:streams], tail
 
 
 def _gates_of_first_token(gates: Tensor, state: MemoryState, chunk_size: int) -> Tensor:
@@ -261,7 +287,3 @@ def _gates_of_first_token(gates: Tensor, state: MemoryState, chunk_size: int) ->
     opener = token - (state.length[:, None] + token) % chunk_size  # [B, T], negative: opened by an earlier call
     carried = torch.stack(state.gates, dim=1)[..., 0]  # [B, 3, H]
     return torch.where((opener < 0)[..., None, None], carried[:, None], take(gates, opener.clamp(min=0)))
-
-
-def _unit(x: Tensor) -> Tensor:
-    return F.normalize(x, dim=-1, eps=1e-6)
