@@ -19,7 +19,7 @@ class PrintedMemoryAsContext(MemoryAsContext):
         for segment in x.split(C, dim=1):
             q, tail = self.memory.queries(segment, tail)
             retrieved = self.memory.retrieve(carry.state.current()[0], q)  # Eq. 21
-            context = torch.cat((persistent.expand(x.shape[0], -1, -1), retrieved, segment), dim=1)  # Eq. 22
+            context = torch.cat((persistent().expand(x.shape[0], -1, -1), retrieved, segment), dim=1)  # Eq. 22
             y = self._causal_attention(context, rotary)[:, -segment.shape[1] :]  # Eq. 23
             written = self.write_norm(y)
             _, carry, _ = self.memory(written, carry)  # Eq. 24

@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache_titans import LayerCarry, TitansCacheLayer
 from .configuration_titans import TitansConfig
-from .memory_ops import PackedRows, on_host, state_dtype
+from .memory_ops import PackedRows, on_host, seen_through, state_dtype
 from .tails import Tail
 
 
@@ -139,6 +139,14 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def rotate_into(out: Tensor, x: Tensor, rotation: tuple[Tensor, Tensor]) -> None:
+    """`rotate` in as few passes as can be, without gradients."""
+    (cos, sin), half = rotation, x.shape[-1] // 2
+    torch.mul(x, cos, out=out)
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+
+
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, packed=None, **kwargs):
     """Attention written out, with its weights: [B, H, T, D] as in transformers; the mask is True where visible.
 
@@ -249,6 +257,8 @@ class SlidingAttention(TitansAttention):
             k, v = (x[:, keys.size - past :] for x in (k, v))
         if self.config._attn_implementation == "flash_attention_2":
             out, weights = self._flash(q, k, v, past, rows, rotary)
+        elif x.shape[1] == 1 and not output_attentions and not torch.is_grad_enabled() and not seen_through():
+            out, weights = self._one_token(q, k, v, prefix, past, rows, rotary)
         elif output_attentions or x.shape[1] <= self.config.sliding_window:
             shown = {"packed": rows.packed} if output_attentions and rows.packed is not None else {}
             out, weights = self._dense(q, k, v, prefix, past, rows, rotary, **shown)
@@ -264,6 +274,20 @@ class SlidingAttention(TitansAttention):
         mask = rows.shared("dense mask", lambda: self._window_mask(positions[past:], positions, past, rows))
         q, k = self._lay_out(q, k, (turn[0][past:], turn[1][past:]), turn, prefix)
         return self.attend(q, k, self._with_prefix(v, prefix), self._see_prefix(mask, prefix), **kwargs)
+
+    def _one_token(self, q, k, v, prefix, past, rows, rotary):
+        """A decoding step, without gradients. There is one query: a prefix that is turned like it meets it unturned."""
+        B, K, H, D = k.shape
+        P = 0 if prefix is None else prefix[0].shape[1]
+        positions = torch.arange(K, device=q.device)
+        turn = rows.shared("dense rotation", lambda: rotary.at(q, positions))
+        mask = rows.shared("dense mask", lambda: self._window_mask(positions[past:], positions, past, rows))
+        last = tuple(x[past:] for x in turn)
+        keys = k.new_empty(B, P + K, H, D)
+        rotate_into(keys[:, P:], k, turn)
+        if prefix is not None:
+            rotate_into(keys[:, :P], prefix[0], last)
+        return self.attend(rotate(q, last), keys, self._with_prefix(v, prefix), self._see_prefix(mask, prefix))
 
     def _blocks(self, q, k, v, prefix, past, rows, rotary):
         """Queries in blocks of W, each over its own and the block before it: linear in T, and positions below 2 W."""

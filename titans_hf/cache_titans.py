@@ -159,9 +159,9 @@ class RewindLog:
     @torch.no_grad()
     def restart(self, carry: LayerCarry, seen: Tensor) -> None:
         """Rewinding begins at the given carry."""
-        self.base = carry.memory.map(Tensor.detach)
-        self.base_segment = None if carry.segment_weights is None else tuple(x.detach() for x in carry.segment_weights)
-        self.base_seen, self.cursor = seen, 0
+        self.base = carry.memory.map(Tensor.clone)
+        self.base_segment = None if carry.segment_weights is None else tuple(map(Tensor.clone, carry.segment_weights))
+        self.base_seen, self.cursor = seen.clone(), 0
         W = carry.memory.weights[0]
         B, H, D = W.shape[:3]
         if self.tokens is None:
@@ -509,7 +509,8 @@ class TitansCache(DynamicCache):
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor kept. Constant: it does not grow with what was read."""
-        return sum(x.untyped_storage().nbytes() for layer in self.layers for x in layer.tensors())
+        storages = (x.untyped_storage() for layer in self.layers for x in layer.tensors())
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _copy_layer(layer: TitansCacheLayer) -> TitansCacheLayer:

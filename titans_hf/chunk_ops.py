@@ -88,8 +88,12 @@ def without_dust(x: Tensor) -> Tensor:
 
     Gradients pass as they would: a gate of 0 has one.
     """
-    dust = 1e-24 if x.dtype == torch.float64 else 1e-16
-    return x - torch.where(x < dust, x, 0.0).detach()
+    return x - torch.where(x < negligible(x.dtype), x, 0.0).detach()
+
+
+def negligible(dtype: torch.dtype) -> float:
+    """Shares of a state that are smaller than this do not matter."""
+    return 1e-24 if dtype == torch.float64 else 1e-16
 
 
 def _rows_scaled(x: Tensor, row: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

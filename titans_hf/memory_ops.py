@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .chunk_ops import scan as written_out_scan
 from .chunk_ops import without_autocast, without_dust
+from .step_ops import Pen
 
 BACKENDS = ("auto", "torch", "triton", "recurrent")
 
@@ -197,6 +198,7 @@ class MemoryState:
         errors: per layer [B, H, C, out], the back-propagated errors `g` (after the surprise cap).
         gates: `(theta, eta, alpha)` of the open chunk, each [B, H, C].
         length: [B] tokens in each row's open chunk; slots from there on are unused.
+        pen: what decoding goes on with, and the length it stood at. Speed alone: any state may be without.
     """
 
     weights: tuple[Tensor, ...]
@@ -205,6 +207,7 @@ class MemoryState:
     errors: tuple[Tensor, ...] | None = None
     gates: tuple[Tensor, Tensor, Tensor] | None = None
     length: Tensor | None = None
+    pen: tuple[Pen, int] | None = None
 
     def current(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Weights and momentum after the last token read (Eqs. 13 and 14)."""
@@ -241,7 +244,7 @@ class MemoryState:
         def each(field):
             return tuple(map(fn, field)) if isinstance(field, tuple) else field if field is None else fn(field)
 
-        return MemoryState(*(each(getattr(self, name)) for name in self.__dataclass_fields__))
+        return MemoryState(*(each(getattr(self, name)) for name in self.__dataclass_fields__ if name != "pen"))
 
     def select(self, rows: Tensor, other: "MemoryState") -> "MemoryState":
         """Rows of this state where `rows` [B] is True, rows of `other` elsewhere (both in the same form)."""
@@ -250,7 +253,7 @@ class MemoryState:
 
     def settled(self) -> "MemoryState":
         """The same state in tensors that hold nothing else."""
-        return self.map(compact)
+        return self.map(compact) if self.pen is None else self
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the state, in the order `map` visits them."""
@@ -379,6 +382,10 @@ def extend_chunk(state, q, k, v, theta, eta, alpha, counts: Tensor | None, max_s
     """
     n, C = q.shape[2], state.gates[0].shape[-1]
     q, k, v = (x.to(state.weights[0].dtype) for x in (q, k, v))
+    if n == 1 and counts is None and not torch.is_grad_enabled() and not seen_through():
+        opened = _with_pen(state)
+        if opened is not None:
+            return _step(opened, q, k, v, (theta, eta, alpha), max_surprise)
     new_inputs, new_errors = _gradient_factors(state.weights, k, v, max_surprise)
     inputs = tuple(_fill_slots(*pair, state.length) for pair in zip(state.inputs, new_inputs, strict=True))
     errors = tuple(_fill_slots(*pair, state.length) for pair in zip(state.errors, new_errors, strict=True))
@@ -400,6 +407,39 @@ def extend_chunk(state, q, k, v, theta, eta, alpha, counts: Tensor | None, max_s
             length=length.masked_fill(full, 0),
         )
     return y, state
+
+
+def _with_pen(state: MemoryState) -> MemoryState | None:
+    """The state with a pen of its own to go on with; None if its rows stand at different places, or on meta tensors."""
+    if state.pen is not None:
+        pen, length = state.pen
+        if pen.filled == length and (torch.is_inference_mode_enabled() or not state.length.is_inference()):
+            return state
+    places = on_host(state.length)
+    if places is None or len(set(places)) > 1:
+        return None
+    if places[0]:
+        end = _coefficients(*state.gates, rows=(state.length - 1)[:, None])
+        of_M, of_S = (end.A, end.B, -end.C), (torch.zeros_like(end.A), end.m, -end.N)
+        of_M, of_S = (torch.cat(parts, dim=-1).flatten(0, 2) for parts in (of_M, of_S))
+    else:
+        B, H, C = state.gates[0].shape
+        of_M, of_S = state.gates[0].new_zeros(2, B * H, 2 + C)
+        of_M[:, 0] = of_S[:, 1] = 1
+    pen = Pen(state.weights, state.momentum, state.inputs, state.errors, state.gates, of_M, of_S, places[0])
+    return MemoryState(**pen.fields(), length=state.length, pen=(pen, places[0]))
+
+
+def _step(state: MemoryState, q, k, v, gates, max_surprise: float | None):
+    """`extend_chunk` by one token in every row, for a state with a pen: the slots are filled in place."""
+    (pen, _), (B, H) = state.pen, q.shape[:2]
+    q, k, v, *gates = (x.flatten(0, 1) for x in (q, k, v, *gates))
+    pen.write(k, v, gates, max_surprise)
+    y = pen.read(q).unflatten(0, (B, H))
+    if pen.filled < pen.slots.shape[1]:
+        return y, replace(state, length=state.length + 1, pen=(pen, pen.filled))
+    weights, momentum = pen.state()
+    return y, replace(state, weights=weights, momentum=momentum, length=torch.zeros_like(state.length), pen=None)
 
 
 def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | None, max_surprise: float | None):
@@ -471,6 +511,7 @@ def _forms(backend: str, state: MemoryState, q: Tensor, chunk_size: int) -> _For
         return _Forms()
 
     def extend(state: MemoryState, q: Tensor, *rest):
+        state = replace(state, pen=None)
         tensors = (x for x in (*state.tensors(), q, *rest) if isinstance(x, Tensor))
         trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
         one_token = q.shape[2] == 1 and not trained  # the kernel of a decoding step
@@ -498,8 +539,11 @@ def _read_from_line(state: MemoryState, tokens, counts: Tensor | None, chunk_siz
 
 def _chunkwise(q, k, v, theta, eta, alpha, state: MemoryState, lengths: Tensor | None, chunk_size, max_surprise, forms):
     """The chunk form over rows whose real tokens stand at the front: close the open chunk, then go on from its line."""
-    cut = RowCut.at_next_line(state.length, lengths, q.shape[1], chunk_size)
     tokens = (q, k, v, theta, eta, alpha)
+    if state.length is not None and q.shape[1] == 1:  # a decoding step: into the open chunk, wherever the row stands
+        y, state = forms.extend_chunk(state, *(x.transpose(1, 2) for x in tokens), lengths, max_surprise)
+        return y.transpose(1, 2), state
+    cut = RowCut.at_next_line(state.length, lengths, q.shape[1], chunk_size)
     y_head = y_body = None
     if cut.head_width:
         head = [cut.head(x).transpose(1, 2) for x in tokens]
@@ -635,7 +679,8 @@ def neural_memory(
     _check(q, k, v, theta, eta, alpha, state, chunk_size, max_surprise, mask, lengths, backend)
     dtype = state_dtype(q.dtype)
     tokens = [q, k, v, *(gate.to(dtype) for gate in (theta, eta, alpha))]
-    state = state.map(lambda x: x.to(dtype) if x.is_floating_point() else x)
+    if state.weights[0].dtype != dtype:
+        state = state.map(lambda x: x.to(dtype) if x.is_floating_point() else x)
     forms = _forms(backend, state, q, chunk_size)
     with without_autocast(q):
         if backend == "recurrent":

@@ -49,6 +49,11 @@ class Mixed:
     written: Written | None = None
 
 
+Persistent = Callable[[], Tensor]  # makes the normed persistent tokens [P, hidden], where they are needed
+
+PREFIX = ("prefix_keys", "prefix_values")  # what a carry keeps of the persistent tokens for attention
+
+
 class MemoryMixer(nn.Module):
     """What the variants without segments share: the memory, its prologue, and its part of the carry."""
 
@@ -57,15 +62,15 @@ class MemoryMixer(nn.Module):
         self.config = config
         self.memory = NeuralMemory(config)
 
-    def begin(self, persistent: Tensor | None, rows: Rows) -> LayerCarry:
+    def begin(self, persistent: Persistent | None, rows: Rows) -> LayerCarry:
         """The carry of rows that read their first token: after the persistent tokens, if there are any."""
         _, memory = self._prologue(persistent, rows)
         return self._carry(memory)
 
-    def _prologue(self, persistent: Tensor | None, rows: Rows) -> tuple[Tensor | None, MemoryCarry]:
+    def _prologue(self, persistent: Persistent | None, rows: Rows) -> tuple[Tensor | None, MemoryCarry]:
         if persistent is None:
             return None, self.memory.begin(rows.batch_size, rows.spare)
-        return self.memory.prologue(persistent, rows.batch_size, rows.spare)
+        return self.memory.prologue(persistent(), rows.batch_size, rows.spare)
 
     def _carry(self, memory: MemoryCarry, tails: dict | None = None, fixed: dict | None = None) -> LayerCarry:
         state = memory.state.opened(self.config.memory_chunk_size)
@@ -108,18 +113,22 @@ class MemoryAsGate(MemoryMixer):
 
     def begin(self, persistent, rows) -> LayerCarry:
         _, memory = self._prologue(persistent, rows)
-        return self._carry(memory, self._empty_window(memory.tail.values, rows))
+        return self._carry(memory, self._empty_window(memory.tail.values, rows), self._prefix(persistent, rows))
+
+    def _prefix(self, persistent: Persistent | None, rows: Rows) -> dict[str, Tensor]:
+        if persistent is None:
+            return {}
+        found = self.attention.keys_values(persistent()[None])
+        return {name: x.expand(rows.batch_size, -1, -1, -1) for name, x in zip(PREFIX, found, strict=True)}
 
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
         before = rows.start(past, lambda: self.begin(persistent, rows))
         m, memory, written = self._remember(x, before, rows, read_only)
-        prefix = None
-        if persistent is not None:
-            prefix = tuple(
-                kv[None].expand(rows.batch_size, -1, -1, -1) for kv in self.attention.keys_values(persistent)
-            )
-        y, weights, window = self.attention(x, prefix, self._window(before), rows, rotary, output_attentions)
-        carry = self._carry(memory, window)
+        fixed = before.fixed
+        if past is not None and torch.is_grad_enabled():  # gradients of this pass, too, reach the persistent tokens
+            fixed = self._prefix(persistent, rows)
+        y, weights, window = self.attention(x, _pair(fixed), self._window(before), rows, rotary, output_attentions)
+        carry = self._carry(memory, window, fixed)
         return Mixed(self.combine(y, m), weights, carry, before, written)
 
 
@@ -135,18 +144,21 @@ class MemoryAsLayer(MemoryMixer):
         outputs, memory = self._prologue(persistent, rows)
         fixed = {}
         if outputs is not None:
-            fixed = dict(
-                zip(("prefix_keys", "prefix_values"), self.attention.keys_values(self.norm(outputs)), strict=True)
-            )
+            fixed = dict(zip(PREFIX, self.attention.keys_values(self.norm(outputs)), strict=True))
         return self._carry(memory, self._empty_window(memory.tail.values, rows), fixed)
 
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
         before = rows.start(past, lambda: self.begin(persistent, rows))
         m, memory, written = self._remember(x, before, rows, read_only)
-        prefix = (before.fixed["prefix_keys"], before.fixed["prefix_values"]) if before.fixed else None
-        y, weights, window = self.attention(self.norm(m), prefix, self._window(before), rows, rotary, output_attentions)
+        prefix, window = _pair(before.fixed), self._window(before)
+        y, weights, window = self.attention(self.norm(m), prefix, window, rows, rotary, output_attentions)
         carry = self._carry(memory, window, before.fixed)
         return Mixed(y, weights, carry, before, written)
+
+
+def _pair(fixed: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """The prefix's keys and values, if there is one."""
+    return tuple(fixed[name] for name in PREFIX) if fixed else None
 
 
 SEGMENT_TAILS = ("segment_keys", "segment_values")  # of pairs: the retrieved token, and the segment's own
@@ -167,27 +179,30 @@ class MemoryAsContext(nn.Module):
         self.write_norm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.combine = Combine(config)
 
-    def begin(self, x: Tensor, rows: Rows) -> LayerCarry:
+    def begin(self, x: Tensor, persistent: Persistent | None, rows: Rows, rotary) -> LayerCarry:
         config, memory = self.config, self.memory.begin(rows.batch_size, rows.spare)
         slots = config.segment_size - 1 + rows.spare
         empty = Tail(x.new_zeros(rows.batch_size, slots, 2, config.num_key_value_heads, config.head_dim))
         queries = memory.tail.map(lambda x: x[..., : x.shape[-1] // 3])
         tails = {"conv": memory.tail, "conv_retrieval": queries, **dict.fromkeys(SEGMENT_TAILS, empty)}
-        return LayerCarry(memory.state.opened(config.memory_chunk_size), tails, {}, memory.state.weights)
+        fixed = self._prefix(persistent, rows, rotary)
+        return LayerCarry(memory.state.opened(config.memory_chunk_size), tails, fixed, memory.state.weights)
 
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
-        before = rows.start(past, lambda: self.begin(x, rows))
+        before = rows.start(past, lambda: self.begin(x, persistent, rows, rotary))
         C = self.config.segment_size
         places = None if rows.fresh is True else rows.seen % C
         cut = RowCut.at_next_line(places, rows.lengths, rows.width, C)
         retrieval, tail = self.memory.queries(x, before.tails["conv_retrieval"], rows.lengths)
         tokens = (retrieval, self.attention.queries(x), *self.attention.keys_values(x))
-        persistent_kv = self._persistent(persistent, rows, rotary)
+        fixed = before.fixed
+        if past is not None and torch.is_grad_enabled():  # gradients of this pass, too, reach the persistent tokens
+            fixed = self._prefix(persistent, rows, rotary)
 
-        carry = LayerCarry(before.memory, {**before.tails, "conv_retrieval": tail}, {}, before.segment_weights)
+        carry = LayerCarry(before.memory, {**before.tails, "conv_retrieval": tail}, fixed, before.segment_weights)
         parts = []
         for piece in self._pieces(cut, tokens, places, rows):
-            part, carry = self._piece(piece, persistent_kv, carry, rows, rotary, read_only, output_attentions)
+            part, carry = self._piece(piece, carry, rows, rotary, read_only, output_attentions)
             parts.append(part)
         return self._join(cut, parts, carry, before, rows)
 
@@ -202,7 +217,7 @@ class MemoryAsContext(nn.Module):
                 counts = None if cut.body_counts is None else (cut.body_counts - start).clamp(0, C)
                 yield [x[:, start : start + C] for x in body], counts, on_line, False
 
-    def _piece(self, piece, persistent_kv, carry: LayerCarry, rows: Rows, rotary, read_only, output_attentions):
+    def _piece(self, piece, carry: LayerCarry, rows: Rows, rotary, read_only, output_attentions):
         """Retrieve, attend, write and read (Eqs. 21-25) for tokens of one segment."""
         (retrieval, q, k, v), counts, places, is_head = piece
         C, P, T = self.config.segment_size, self.config.num_persistent_tokens, q.shape[1]
@@ -217,14 +232,15 @@ class MemoryAsContext(nn.Module):
             for i, name in enumerate(SEGMENT_TAILS):
                 extended, tails[name] = carry.tails[name].go_on(kv[i], counts)
                 kv[i] = extended[:, extended.shape[1] - past - T :]
-        y, weights = self.attention(rotate(q, segment_at), kv, persistent_kv, past, places, output_attentions)
+        prefix, q = _pair(carry.fixed), rotate(q, segment_at)
+        y, weights = self.attention(q, kv, prefix, past, places, output_attentions)
         m, memory, written = self.memory(
             self.write_norm(y), MemoryCarry(carry.memory, carry.tails["conv"]), counts, read_only
         )
         carry = LayerCarry(
             memory.state,
             {**carry.tails, "conv": memory.tail, **tails},
-            {},
+            carry.fixed,
             self._segment_start(carry, memory.state, places + (T if counts is None else counts)),
         )
         return Mixed(self.combine(y, m), weights, written=written), carry
@@ -240,12 +256,12 @@ class MemoryAsContext(nn.Module):
             return weights
         return tuple(where_rows(complete, *pair) for pair in zip(weights, carry.segment_weights, strict=True))
 
-    def _persistent(self, persistent: Tensor | None, rows: Rows, rotary) -> tuple[Tensor, Tensor] | None:
+    def _prefix(self, persistent: Persistent | None, rows: Rows, rotary) -> dict[str, Tensor]:
         if persistent is None:
-            return None
-        k, v = self.attention.keys_values(persistent[None])
+            return {}
+        k, v = self.attention.keys_values(persistent()[None])
         k = rotate(k, rotary.at(k, torch.arange(k.shape[1], device=k.device)))
-        return tuple(x.expand(rows.batch_size, -1, -1, -1) for x in (k, v))
+        return {name: x.expand(rows.batch_size, -1, -1, -1) for name, x in zip(PREFIX, (k, v), strict=True)}
 
     def _join(self, cut: RowCut, parts: list[Mixed], carry: LayerCarry, before: LayerCarry, rows: Rows) -> Mixed:
         """The pieces of the pass as one: outputs, attention weights and written tokens in the order of the tokens."""

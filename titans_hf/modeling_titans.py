@@ -85,7 +85,7 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor | None]:
         rows = rows.on(hidden_states.device)
         normed = self.input_layernorm(hidden_states)
-        persistent = None if self.persistent is None else self.input_layernorm(self.persistent)
+        persistent = None if self.persistent is None else lambda: self.input_layernorm(self.persistent)
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         if isinstance(rows, Documents):
             mixed = Mixed(

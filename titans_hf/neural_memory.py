@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .configuration_titans import TitansConfig
 from .memory_ops import MemoryState, neural_memory, recall, seen_through, state_dtype, take
 from .tails import Tail
-from .token_ops import conv_silu, convolved, gated_norm, unit
+from .token_ops import conv_silu, convolved, gated_norm, inverse_rms, unit
 
 FEW = 8  # tokens of a pass that are not worth a pass over each stream by itself
 
@@ -29,6 +29,8 @@ class TitansRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype == state_dtype(x.dtype):
+            if x.numel() <= FEW * self.weight.numel() and not torch.is_grad_enabled() and not seen_through():
+                return (x * inverse_rms(x, self.eps)).mul_(self.weight)
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         precise = x.to(state_dtype(x.dtype))
         precise = precise * torch.rsqrt(precise.square().mean(-1, keepdim=True) + self.eps)

@@ -126,7 +126,7 @@ class _GatedNorm(torch.autograd.Function):
         dy, d_gate, d_weight = torch.empty_like(y), torch.empty_like(gate), torch.zeros_like(weight)
         for block in _blocks(gate):
             x, g, dx = y[:, block], gate[:, block].to(y.dtype), d_out[:, block].to(y.dtype)
-            rms = _inverse_rms(x, ctx.eps)
+            rms = inverse_rms(x, ctx.eps)
             normed, open_gate = x * rms, F.silu(g).view_as(x)
             scaled = normed * weight
             d_gate[:, block] = torch.ops.aten.silu_backward(dx * scaled.flatten(2), g)
@@ -138,7 +138,7 @@ class _GatedNorm(torch.autograd.Function):
         return dy, d_gate, d_weight, None
 
 
-def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
     return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
@@ -146,7 +146,7 @@ def _gated_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(gate)
     for block in _blocks(gate):
         x, g = y[:, block], gate[:, block].to(y.dtype)
-        out[:, block] = (x * _inverse_rms(x, eps)).mul_(weight).flatten(2).mul_(F.silu(g))
+        out[:, block] = (x * inverse_rms(x, eps)).mul_(weight).flatten(2).mul_(F.silu(g))
     return out
 
 
