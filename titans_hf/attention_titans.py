@@ -224,14 +224,14 @@ class TitansAttention(nn.Module):
             scaling=self.scaling,
             **kwargs,
         )
-        return out.flatten(-2), weights
+        return out[..., : self.head_dim].flatten(-2), weights  # values may have been given more channels
 
 
 class SlidingAttention(TitansAttention):
     """Attention to the last W tokens and to a prefix that is always visible.
 
     Keys are kept unrotated and turned relative to the oldest key in sight. The prefix is not rotated and meets the
-    unrotated query: queries and keys are laid out as [rotated | unrotated] channels, with zeros where they do not meet.
+    unrotated query, in channels of its own (`_lay_out`).
     """
 
     def forward(
@@ -272,8 +272,8 @@ class SlidingAttention(TitansAttention):
         positions = torch.arange(K, device=q.device)
         turn = rows.shared("dense rotation", lambda: rotary.at(q, positions))
         mask = rows.shared("dense mask", lambda: self._window_mask(positions[past:], positions, past, rows))
-        q, k = self._lay_out(q, k, (turn[0][past:], turn[1][past:]), turn, prefix)
-        return self.attend(q, k, self._with_prefix(v, prefix), self._see_prefix(mask, prefix), **kwargs)
+        q, k, v = self._lay_out(q, k, v, (turn[0][past:], turn[1][past:]), turn, prefix)
+        return self.attend(q, k, v, self._see_prefix(mask, prefix), **kwargs)
 
     def _one_token(self, q, k, v, prefix, past, rows, rotary):
         """A decoding step, without gradients. There is one query: a prefix that is turned like it meets it unturned."""
@@ -287,24 +287,25 @@ class SlidingAttention(TitansAttention):
         rotate_into(keys[:, P:], k, turn)
         if prefix is not None:
             rotate_into(keys[:, :P], prefix[0], last)
-        return self.attend(rotate(q, last), keys, self._with_prefix(v, prefix), self._see_prefix(mask, prefix))
+            v = torch.cat((prefix[1], v), dim=1)
+        return self.attend(rotate(q, last), keys, v, self._see_prefix(mask, prefix))
 
     def _blocks(self, q, k, v, prefix, past, rows, rotary):
-        """Queries in blocks of W, each over its own and the block before it: linear in T, and positions below 2 W."""
+        """Queries in blocks of W / 2, each over its own and the two before it: linear in T, and positions below 2 W."""
         B, T = q.shape[:2]
-        W = self.config.sliding_window
-        short = -T % W
-        q = F.pad(q, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, W))  # [B, blocks, W, H, D]
-        k, v = (F.pad(x, (0, 0, 0, 0, W - past, short)).unflatten(1, (-1, W)) for x in (k, v))
-        k, v = (torch.cat((x[:, :-1], x[:, 1:]), dim=2).flatten(0, 1) for x in (k, v))  # [B blocks, 2 W, H_kv, D]
+        size = (self.config.sliding_window + 1) // 2
+        short = -T % size
+        q = F.pad(q, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, size))  # [B, blocks, size, H, D]
+        k, v = (F.pad(x, (0, 0, 0, 0, 2 * size - past, short)).unflatten(1, (-1, size)) for x in (k, v))
+        k, v = (torch.cat((x[:, :-2], x[:, 1:-1], x[:, 2:]), dim=2).flatten(0, 1) for x in (k, v))
         blocks = q.shape[1]
-        positions = torch.arange(2 * W, device=q.device)
+        positions = torch.arange(3 * size, device=q.device)
         turn = rows.shared("block rotation", lambda: rotary.at(q, positions))
-        mask = rows.shared("block mask", lambda: self._block_mask(positions, blocks, rows))
+        mask = rows.shared("block mask", lambda: self._block_mask(positions, blocks, past, rows))
         if prefix is not None:
             prefix = tuple(x.repeat_interleave(blocks, dim=0) for x in prefix)
-        q, k = self._lay_out(q.flatten(0, 1), k, (turn[0][W:], turn[1][W:]), turn, prefix)
-        out, weights = self.attend(q, k, self._with_prefix(v, prefix), self._see_prefix(mask, prefix))
+        q, k, v = self._lay_out(q.flatten(0, 1), k, v, (turn[0][2 * size :], turn[1][2 * size :]), turn, prefix)
+        out, weights = self.attend(q, k, v, self._see_prefix(mask, prefix))
         return out.unflatten(0, (B, blocks)).flatten(1, 2)[:, :T], weights
 
     def _flash(self, q, k, v, past, rows, rotary):
@@ -325,22 +326,32 @@ class SlidingAttention(TitansAttention):
         filled = keys >= past - rows.seen[:, None]
         return visible[None, None] & filled[:, None, None]  # [B, 1, T, K]
 
-    def _block_mask(self, positions: Tensor, blocks: int, rows: Rows) -> Tensor:
-        W = self.config.sliding_window
-        visible = self._window_mask(positions[W:], positions, 0, rows)[0]  # [1, W, 2 W]
-        first = visible & self._window_mask(positions[W:], positions, W, rows)[:, 0, None]  # [B, 1, W, 2 W]
-        later = visible.expand(rows.batch_size, blocks - 1, W, 2 * W)
-        return torch.cat((first, later), dim=1).flatten(0, 1)[:, None]  # [B blocks, 1, W, 2 W]
+    def _block_mask(self, positions: Tensor, blocks: int, past: int, rows: Rows) -> Tensor:
+        """[B blocks, 1, size, 3 size]: the window, and no key from before a row's first token."""
+        size = len(positions) // 3
+        visible = self._window_mask(positions[2 * size :], positions, 0, rows)[0]  # [1, size, 3 size]
+        start = size * torch.arange(blocks, device=positions.device)[:, None] - 2 * size  # of each block's keys
+        filled = start + positions >= -rows.seen.clamp(max=past)[:, None, None]  # [B, blocks, 3 size]
+        return (visible & filled[:, :, None]).flatten(0, 1)[:, None]
 
-    def _lay_out(self, q, k, turn_q, turn_k, prefix):
+    def _lay_out(self, q, k, v, turn_q, turn_k, prefix):
+        """Queries, keys and values with the prefix in front of the keys, which the unrotated queries meet.
+
+        The scores of the prefix are further channels of the queries, and each of its keys picks its own. In half
+        precision, which scores would suffer from, and for flex attention, which wants round numbers, the unrotated
+        queries are further channels themselves.
+        """
         turned_q, turned_k = rotate(q, turn_q), rotate(k, turn_k)
         if prefix is None:
-            return turned_q, turned_k
-        keys = torch.cat((F.pad(prefix[0], (self.head_dim, 0)), F.pad(turned_k, (0, self.head_dim))), dim=1)
-        return torch.cat((turned_q, q), dim=-1), keys
-
-    def _with_prefix(self, v: Tensor, prefix) -> Tensor:
-        return v if prefix is None else torch.cat((prefix[1], v), dim=1)
+            return turned_q, turned_k, v
+        keys, v = prefix[0], torch.cat((prefix[1], v), dim=1)
+        if q.dtype == state_dtype(q.dtype) and self.config._attn_implementation != "flex_attention":
+            P = keys.shape[1]
+            q = torch.einsum("bthd,bphd->bthp", q, keys.repeat_interleave(self.num_key_value_groups, dim=2))
+            keys = torch.eye(P, dtype=q.dtype, device=q.device)[:, None].expand(len(keys), -1, keys.shape[2], -1)
+            v = F.pad(v, (0, P))  # fused attention wants as many channels in values as in keys
+        keys = torch.cat((F.pad(keys, (self.head_dim, 0)), F.pad(turned_k, (0, q.shape[-1]))), dim=1)
+        return torch.cat((turned_q, q), dim=-1), keys, v
 
     def _see_prefix(self, mask: Tensor, prefix) -> Tensor:
         return mask if prefix is None else F.pad(mask, (prefix[0].shape[1], 0), value=True)
