@@ -46,16 +46,68 @@ def test_length_benchmark_shows_a_constant_cache(tmp_path):
     assert (tmp_path / "length.csv").read_text().count("\n") == 3
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("*.py") if path.name != "records.py"))
+MODULES = ("peers.py", "records.py", "resident.py", "speed_plots.py", "speed_targets.py")  # what scripts share
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("*.py") if path.name not in MODULES))
 def test_every_script_explains_itself(script):
     assert "usage" in run(script, "--help")
 
 
 def test_the_speed_benchmark_times_the_layer_and_its_bound(tmp_path):
-    run("bench_speed.py", "--tokens", 128, "--heads", 2, "--repeats", 1, "--threads", 1, "--record", tmp_path / "speed")
+    sizes = ["--tokens", 128, "--expansions", 1, "--heads", 2, "--repeats", 1, "--threads", 1]
+    printed = run("bench_speed.py", "--sections", "layer", *sizes, "--record", tmp_path / "speed")
     runs = json.loads((tmp_path / "speed.json").read_text())["runs"]
     measured = {(run["measured"], run["implementation"]) for run in runs}
     assert measured >= {("forward", "titans-hf"), ("forward", "large products"), ("peak memory", "titans-hf")}
     assert all(run.get("milliseconds", run.get("mebibytes")) > 0 for run in runs)
+    assert "times as long as large products" in printed
     assert (tmp_path / "speed.csv").exists()
     assert (tmp_path / "speed.png").stat().st_size > 10_000
+
+
+def test_the_speed_benchmark_times_models_of_equal_parameters_and_of_equal_width(tmp_path):
+    sections = ["--sections", "training", "prefill", "decode", "--repeats", 1, "--threads", 1]
+    sizes = ["--width", 64, "--vocabulary", 128, "--model-tokens", 100]
+    decoding = ["--contexts", 64, 128, 200, "--batches", 1, 2, "--steps", 2]
+    run("bench_speed.py", *sections, *sizes, *decoding, "--record", tmp_path / "speed")
+    record = json.loads((tmp_path / "speed.json").read_text())
+    runs = record["runs"]
+    ours = {f"titans-hf {variant}" for variant in ("mac", "mag", "mal", "lmm")}
+    for section in ("training", "prefill"):
+        models = {run["implementation"]: run["parameters"] for run in runs if run["section"] == section}
+        assert set(models) >= ours | {"Mamba2", "Qwen3-Next", "Llama"}
+        assert max(models.values()) < 1.1 * min(models.values())
+    decoded = [run for run in runs if run["section"] == "decode"]
+    places = {(run["implementation"], run["batch"], run["context"]) for run in decoded}
+    assert places >= {(name, batch, context) for name in ours for batch in (1, 2) for context in (64, 128, 200)}
+    assert ("Mamba2", 2, 200) in places  # its state stands for any context
+    assert all(run["tokens_per_second"] > 0 for run in runs)
+    targets = {line["target"]: line for line in record["targets"]}
+    assert targets["decode: largest cache over the smallest"]["reached"]
+    assert (tmp_path / "speed-models.png").stat().st_size > 10_000
+    assert (tmp_path / "speed-decode.png").stat().st_size > 10_000
+
+
+def test_a_long_stream_stays_finite_and_flat(tmp_path):
+    sizes = ["--variants", "mac", "--tokens", 4500, "--mark", 1000, "--piece", 300]
+    run("stream_long.py", *sizes, "--record", tmp_path / "stream")
+    record = json.loads((tmp_path / "stream.json").read_text())
+    assert record["problems"] == []
+    assert [row["tokens_read"] for row in record["rows"]] == [1000, 2000, 3000, 4000, 4500]
+    assert all(row["finite"] and row["tokens_per_second"] > 0 for row in record["rows"])
+    assert len({row["cache_bytes"] for row in record["rows"]}) == 1
+    assert (tmp_path / "stream.csv").read_text().count("\n") == 6
+    assert (tmp_path / "stream.png").stat().st_size > 10_000
+
+
+def test_a_stream_that_grows_or_breaks_is_noticed():
+    """A check that could not fail would be none."""
+    code = """
+from stream_long import problems
+good = dict(variant="mac", tokens_read=100, resident_mebibytes=500.0, cache_bytes=7, finite=True)
+for change in ({}, dict(resident_mebibytes=511.0), dict(cache_bytes=8), dict(finite=False)):
+    print(len(problems([good, {**good, **change}], 0.02)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=SCRIPTS)
+    assert done.stdout.split() == ["0", "1", "1", "1"], done.stderr

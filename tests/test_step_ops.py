@@ -1,0 +1,92 @@
+"""Decoding, token by token and in place, gives the numbers of the token loop, and leaves every earlier state alone."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import TOLERANCE, assert_close, memory_inputs
+
+from titans_hf import neural_memory
+
+
+def piece(tokens, start, stop):
+    return [x[:, start:stop] for x in tokens]
+
+
+def snapshot(state):
+    return [x.clone() for part in state.current() for x in part]
+
+
+@given(
+    depth=st.integers(1, 3),
+    expansion=st.integers(1, 3),
+    chunk=st.integers(1, 9),
+    prompt=st.integers(0, 11),
+    cap=st.sampled_from([None, 0.7, 10.0]),
+    closed_gates=st.booleans(),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    seed=st.integers(0, 99),
+)
+def test_steps_equal_the_token_loop(depth, expansion, chunk, prompt, cap, closed_gates, dtype, seed):
+    """From any place of a chunk, over chunk ends, gates of exactly 0 and 1."""
+    T = prompt + 2 * chunk + 3
+    tokens, start = memory_inputs(
+        T=T, depth=depth, expansion=expansion, closed_gates=closed_gates, dtype=dtype, seed=seed
+    )
+    options = {"chunk_size": chunk, "max_surprise": cap}
+    expected, end = neural_memory(*tokens, start, backend="recurrent", **options)
+    outputs, state = [], start.opened(chunk)
+    with torch.no_grad():
+        if prompt:
+            y, state = neural_memory(*piece(tokens, 0, prompt), state, **options)
+            outputs.append(y)
+        for t in range(prompt, T):
+            y, state = neural_memory(*piece(tokens, t, t + 1), state.opened(chunk), **options)
+            outputs.append(y)
+    assert_close(torch.cat(outputs, dim=1), expected, TOLERANCE[dtype])
+    for mine, theirs in zip(snapshot(state), snapshot(end), strict=True):
+        assert_close(mine, theirs, TOLERANCE[dtype])
+
+
+@torch.no_grad()
+def test_states_on_the_way_keep_their_numbers_and_can_be_gone_on_from_again():
+    tokens, start = memory_inputs(T=40)
+    states, noted = [start.opened(8)], []
+    for t in range(20):
+        states.append(neural_memory(*piece(tokens, t, t + 1), states[-1], chunk_size=8)[1])
+        noted.append(snapshot(states[-1]))
+    for state, numbers in zip(states[1:], noted, strict=True):
+        assert all(map(torch.equal, snapshot(state), numbers))
+        expected, _ = neural_memory(*piece(tokens, 20, 23), state, chunk_size=8)
+        again, on = [], state
+        for other in range(20, 23):
+            y, on = neural_memory(*piece(tokens, other, other + 1), on, chunk_size=8)
+            again.append(y)
+        assert_close(torch.cat(again, dim=1), expected, 1e-12)
+    assert all(map(torch.equal, snapshot(states[-1]), noted[-1]))
+
+
+def test_a_loss_from_before_the_steps_can_still_be_differentiated():
+    tokens, state = memory_inputs(T=30)
+    tokens[0].requires_grad_()
+    with torch.no_grad():
+        _, state = neural_memory(*piece(tokens, 0, 3), state, chunk_size=16)
+        _, state = neural_memory(*piece(tokens, 3, 4), state, chunk_size=16)
+    y, state = neural_memory(*piece(tokens, 4, 5), state, chunk_size=16)
+    with torch.no_grad():
+        for t in range(5, 9):
+            _, state = neural_memory(*piece(tokens, t, t + 1), state, chunk_size=16)
+    (gradient,) = torch.autograd.grad(y.sum(), tokens[0])
+    assert gradient[:, 4].abs().sum() > 0
+
+
+@pytest.mark.parametrize("first, second", [("inference_mode", "no_grad"), ("no_grad", "inference_mode")])
+def test_steps_may_change_between_inference_mode_and_no_grad(first, second):
+    tokens, state = memory_inputs(T=12)
+    expected, _ = neural_memory(*tokens, state, chunk_size=16)
+    outputs, state = [], state.opened(16)
+    for t in range(12):
+        with getattr(torch, first if t % 3 else second)():
+            y, state = neural_memory(*piece(tokens, t, t + 1), state, chunk_size=16)
+        outputs.append(y.clone())
+    assert_close(torch.cat(outputs, dim=1), expected, 1e-12)
