@@ -1,4 +1,4 @@
-"""The backward of the chunked update: what `chunk_ops.Chunk.backward` computes, split by what waits for what.
+"""The backward of the chunked update: what `chunk_ops` computes, split by what waits for what.
 
 The read's share of every gradient is known chunk by chunk, all at once (`read_backward_kernel`). The rest needs the
 gradient of the state at the chunk's end, and so goes through the chunks from the last to the first
