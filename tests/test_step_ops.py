@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import TOLERANCE, assert_close, memory_inputs
+from support import TOLERANCE, assert_close, memory_inputs, random_ids, tiny_model
 
 from titans_hf import neural_memory
 
@@ -78,6 +78,19 @@ def test_a_loss_from_before_the_steps_can_still_be_differentiated():
             _, state = neural_memory(*piece(tokens, t, t + 1), state, chunk_size=16)
     (gradient,) = torch.autograd.grad(y.sum(), tokens[0])
     assert gradient[:, 4].abs().sum() > 0
+
+
+def test_a_loss_of_a_read_only_pass_can_be_differentiated_after_further_steps():
+    model, ids = tiny_model("mag"), random_ids(1, 12)
+    with torch.no_grad():
+        cache = model(ids[:, :6]).past_key_values
+        model(ids[:, 6:7], past_key_values=cache)
+    loss = model(ids[:, 7:8], past_key_values=cache, memory_read_only=True).logits.square().sum()
+    with torch.no_grad():
+        for t in range(8, 12):
+            model(ids[:, t : t + 1], past_key_values=cache)
+    loss.backward()
+    assert model.lm_head.weight.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("first, second", [("inference_mode", "no_grad"), ("no_grad", "inference_mode")])

@@ -7,16 +7,19 @@ tokens written since (at most `LOG_COLUMNS`), from which the state at any of the
 Axis letters: B batch, H memory heads, D head width.
 """
 
+import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .memory_ops import MemoryState, compact, neural_memory, take, where_rows
 from .neural_memory import Written
+from .snapshots import difference, fingerprint, read_snapshot, write_snapshot
 from .tails import Tail
 
 REWIND = 64  # tokens that `crop` can remove
@@ -82,6 +85,22 @@ class LayerCarry:
             None if self.segment_weights is None else tuple(map(fn, self.segment_weights)),
         )
 
+    def named(self) -> dict[str, Tensor]:
+        """Every tensor by its name, tails without their room."""
+        tails = {f"tails.{name}": tail.values for name, tail in self.tails.items()}
+        fixed = {f"fixed.{name}": x for name, x in self.fixed.items()}
+        segment = _numbered("segment_weights", self.segment_weights)
+        return {**_named_state("memory", self.memory), **tails, **fixed, **segment}
+
+    def filled(self, named: dict[str, Tensor]) -> "LayerCarry":
+        """A carry of the same form with other tensors."""
+        return LayerCarry(
+            _filled_state("memory", self.memory, named),
+            {name: Tail(named[f"tails.{name}"]).settled() for name in self.tails},
+            {name: named[f"fixed.{name}"] for name in self.fixed},
+            _filled("segment_weights", self.segment_weights, named),
+        )
+
     def without(self, name: str) -> "LayerCarry":
         """The same carry without one of its tails."""
         tails = {key: tail for key, tail in self.tails.items() if key != name}
@@ -101,6 +120,29 @@ class LayerCarry:
             {name: pick(x, other.fixed[name]) for name, x in self.fixed.items()},
             None if segment is None else tuple(map(pick, segment, other.segment_weights)),
         )
+
+
+def _numbered(name: str, xs: tuple[Tensor, ...] | None) -> dict[str, Tensor]:
+    return {f"{name}.{i}": x for i, x in enumerate(xs or ())}
+
+
+def _filled(name: str, xs: tuple[Tensor, ...] | None, named: dict[str, Tensor]) -> tuple[Tensor, ...] | None:
+    return None if xs is None else tuple(named[f"{name}.{i}"] for i in range(len(xs)))
+
+
+STATE = ("weights", "momentum", "inputs", "errors", "gates")  # the tuples of a `MemoryState`
+
+
+def _named_state(name: str, state: MemoryState) -> dict[str, Tensor]:
+    named = {f"{name}.length": state.length}
+    for part in STATE:
+        named |= _numbered(f"{name}.{part}", getattr(state, part))
+    return named
+
+
+def _filled_state(name: str, state: MemoryState, named: dict[str, Tensor]) -> MemoryState:
+    parts = (_filled(f"{name}.{part}", getattr(state, part), named) for part in STATE)
+    return MemoryState(*parts, length=named[f"{name}.length"])
 
 
 @dataclass
@@ -155,6 +197,18 @@ class RewindLog:
         if self.base is None:
             return []
         return [*self.base.tensors(), *(self.base_segment or ()), self.base_seen, self.tokens, self.kind]
+
+    def named(self) -> dict[str, Tensor]:
+        """Every tensor by its name."""
+        own = {"base_seen": self.base_seen, "tokens": self.tokens, "kind": self.kind}
+        return {**_named_state("base", self.base), **_numbered("base_segment", self.base_segment), **own}
+
+    def fill(self, named: dict[str, Tensor], cursor: int) -> None:
+        """Take over other tensors of the same form."""
+        self.base = _filled_state("base", self.base, named)
+        self.base_segment = _filled("base_segment", self.base_segment, named)
+        self.base_seen, self.tokens, self.kind = (named[name] for name in ("base_seen", "tokens", "kind"))
+        self.cursor = cursor
 
     @torch.no_grad()
     def restart(self, carry: LayerCarry, seen: Tensor) -> None:
@@ -339,6 +393,17 @@ class TitansCacheLayer(CacheLayerMixin):
         counters = [x for x in (self.seen, self.recent) if x is not None]
         return [*self.carry.tensors(), *counters, *(self.log.tensors() if self.log else [])]
 
+    def named(self) -> dict[str, Tensor]:
+        """Every tensor of the layer by its name."""
+        log = {f"log.{name}": x for name, x in self.log.named().items()}
+        return {"seen": self.seen, "recent": self.recent, **self.carry.named(), **log}
+
+    def fill(self, named: dict[str, Tensor], columns: int, rewindable: int, cursor: int) -> None:
+        """Take over what another layer of the same form held."""
+        self.seen, self.recent, self.columns, self.rewindable = named["seen"], named["recent"], columns, rewindable
+        self.carry = self.carry.filled(named)
+        self.log.fill({name.removeprefix("log."): x for name, x in named.items() if name.startswith("log.")}, cursor)
+
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a batch operation to every tensor of the layer."""
         if self.carry is None:
@@ -484,6 +549,61 @@ class TitansCache(DynamicCache):
         Cache.__init__(self, layers=[TitansCacheLayer() for _ in range(config.num_hidden_layers)])
         for layer in self.layers:
             layer.bind(config)
+        self.reader: weakref.ref | None = None  # the model that filled it
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "reader": None}
+
+    def save(self, path: str | os.PathLike, model: nn.Module | None = None) -> None:
+        """Write all that was read as a safetensors file, from which `TitansCache.load` goes on in another process.
+
+        The file holds a fingerprint of the model that filled the cache: the one that last read, or the one given.
+        """
+        model = model or (self.reader and self.reader())
+        if self.layers[0].carry is None:
+            raise ValueError("the cache is empty: read something first")
+        if model is None:
+            raise ValueError("the model that filled this cache is gone: pass it, `cache.save(path, model)`")
+        first = self.layers[0]
+        state = {"columns": first.columns, "rewindable": first.rewindable, "cursor": first.log.cursor}
+        write_snapshot(path, self._named(), state, first.geometry, fingerprint(model))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, model: nn.Module) -> "TitansCache":
+        """The cache that `save` wrote, for the same model: it goes on as if it had read the text itself.
+
+        A file of another model, of another version, or damaged, is refused with a `ValueError` that says why.
+        """
+        tensors, facts = read_snapshot(path)
+        geometry = {name: getattr(model.config, name, None) for name in GEOMETRY}
+        for what, theirs, ours in (
+            ("model", facts["geometry"], geometry),
+            ("weights", facts["weights"], fingerprint(model)),
+        ):
+            if theirs != ours:
+                raise ValueError(f"{os.fspath(path)!r} was made by another model: {difference(what, theirs, ours)}")
+        cache = cls._like(model)
+        expected = cache._named()
+        _check_snapshot(path, tensors, expected, facts["state"])
+        for index, layer in enumerate(cache.layers):
+            prefix = f"layers.{index}."
+            named = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+            device = layer.seen.device
+            layer.fill({name: x.to(device) for name, x in named.items()}, **facts["state"])
+        return cache
+
+    @classmethod
+    @torch.no_grad()
+    def _like(cls, model: nn.Module) -> "TitansCache":
+        """A cache of this model's that has read one token: its tensors say what a snapshot must hold."""
+        training, cache = model.training, cls(model.config)
+        model.eval()
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
+        model.train(training)
+        return cache
+
+    def _named(self) -> dict[str, Tensor]:
+        return {f"layers.{i}.{name}": x for i, layer in enumerate(self.layers) for name, x in layer.named().items()}
 
     def clone(self) -> "TitansCache":
         """An independent copy: go on from here more than once."""
@@ -511,6 +631,37 @@ class TitansCache(DynamicCache):
         """Bytes of every tensor kept. Constant: it does not grow with what was read."""
         storages = (x.untyped_storage() for layer in self.layers for x in layer.tensors())
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _check_snapshot(path, tensors: dict[str, Tensor], expected: dict[str, Tensor], state: dict) -> None:
+    """Refuse a file whose tensors or numbers no cache of the model could hold."""
+
+    def refuse(what: str):
+        raise ValueError(f"{os.fspath(path)!r} is damaged: {what}")
+
+    if tensors.keys() != expected.keys():
+        refuse(f"its tensors are not a cache's, see {sorted(tensors.keys() ^ expected.keys())[0]!r}")
+    batch = tensors["layers.0.seen"].shape[:1]
+    for name, x in tensors.items():
+        want = expected[name]
+        if x.dtype != want.dtype or x.shape[:1] != batch or x.shape[1:] != want.shape[1:]:
+            refuse(f"{name!r} is {x.dtype} {tuple(x.shape)}, not {want.dtype} {(*batch, *want.shape[1:])}")
+        if x.is_floating_point() and not x.isfinite().all():
+            refuse(f"{name!r} holds numbers that are not finite")
+    for name, x in tensors.items():
+        slots = torch.inf
+        if name.endswith(".kind"):
+            slots = WRITTEN + 1
+        elif name.endswith(".length"):
+            slots = tensors[name.replace(".length", ".gates.0")].shape[-1]
+        if not x.is_floating_point() and not bool(((x >= 0) & (x < slots)).all()):
+            refuse(f"{name!r} is out of range")
+    limits = {"columns": 2**62, "rewindable": REWIND, "cursor": LOG_COLUMNS}
+    if state.keys() != limits.keys():
+        refuse("its counters are not a cache's")
+    for name, limit in limits.items():
+        if type(state[name]) is not int or not 0 <= state[name] <= limit:
+            refuse(f"its counter `{name}` is {state[name]!r}")
 
 
 def _copy_layer(layer: TitansCacheLayer) -> TitansCacheLayer:

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNKS_AT_A_TIME = 16  # whose coefficients are computed together
-SEQUENCES_AT_A_TIME = 16  # chunks of all rows and heads that are read together, if not one chunk of each
+SEQUENCES_AT_A_TIME = 16  # chunks of all rows and heads that are computed together, if not one chunk of each
 
 
 def without_autocast(x: Tensor):
@@ -44,43 +43,57 @@ class Gates(NamedTuple):
     drift: Tensor  # [..., C]
     momentum: Tensor  # [...]
 
-    def of_chunks(self, piece: range, section: range, sequences: int) -> "Gates":
-        """Those of some of the section's chunks."""
-        here = slice(*((n - section.start) * sequences for n in (piece.start, piece.stop)))
-        return Gates(*(x[here] for x in self))
-
     def ends(self) -> tuple[Tensor, Tensor, Tensor]:
         """What is left of `M_0` and `S_0` in `M`, and of `S_0` in `S`: [G, 1, 1] each."""
         return tuple(end[:, None, None] for end in (self.decay[:, -1], self.drift[:, -1], self.momentum))
 
 
-def gates_of(theta: Tensor, eta: Tensor, alpha: Tensor) -> Gates:
-    """The coefficients of whole chunks, from their gates [..., C].
+class Coefficients:
+    """The coefficients of whole chunks from their gates, [G, C] each, with the way back.
 
-    Neighbouring blocks of tokens are joined, twice as long at each step. Across the joint a coefficient is an outer
-    product of what the later block does to a state and what the earlier one left in it: no quotient, no C^3 product.
+    The rows of what `M_t` and `S_t` are made of follow Eqs. 13 and 14 themselves, `N_t = eta_t N_(t-1) + theta_t e_t`
+    and `L_t = (1 - alpha_t) L_(t-1) + N_t`: a product with the gates' own products over every segment of the chunk, and
+    the way back one with its transpose. No quotient: gates of exactly 0 are ordinary.
+
+    Attributes:
+        L, N: [G, C, C + 2], the shares of the chunk's gradients, of `S_0` and of `M_0` in `M_t` and `S_t`.
     """
-    C = theta.shape[-1]
-    size = 1 << (C - 1).bit_length()
-    padding = (0, size - C)  # behind the last token: S keeps still, and the rows of M are cut off
-    decay = 1 - F.pad(alpha, padding)[..., None]  # vectors [..., blocks, tokens of a block], at first one
-    momentum = drift = F.pad(eta, padding, value=1.0)[..., None]
-    to_S = F.pad(theta, padding)[..., None]
-    step = to_S[..., None]  # [..., blocks, tokens, tokens]
-    while step.shape[-1] < size:
-        (decay, decay2), (momentum, momentum2), (drift, drift2), (to_S, to_S2) = (
-            (x[..., ::2, :], x[..., 1::2, :]) for x in (decay, momentum, drift, to_S)
-        )
-        step, step2 = step[..., ::2, :, :], step[..., 1::2, :, :]
-        across = decay2[..., None] * step[..., -1:, :] + drift2[..., None] * to_S[..., None, :]
-        step = torch.cat((F.pad(step, (0, step.shape[-1])), torch.cat((across, step2), dim=-1)), dim=-2)
-        to_S = torch.cat((momentum2[..., -1:] * to_S, to_S2), dim=-1)
-        drift = torch.cat((drift, decay2 * drift[..., -1:] + drift2 * momentum[..., -1:]), dim=-1)
-        decay = torch.cat((decay, decay2 * decay[..., -1:]), dim=-1)
-        momentum = torch.cat((momentum, momentum2 * momentum[..., -1:]), dim=-1)
-    step, to_S, decay, drift = step[..., 0, :C, :C], to_S[..., 0, :C], decay[..., 0, :C], drift[..., 0, :C]
-    last = torch.stack((step[..., -1, :], to_S), dim=-2)
-    return Gates(*map(without_dust, (step, last, decay, drift, momentum[..., 0, -1])))
+
+    def __init__(self, theta: Tensor, eta: Tensor, alpha: Tensor):
+        keep, C = 1 - alpha, eta.shape[-1]
+        self.of_M, self.of_S = _segment_products(torch.stack((keep, eta)))
+        self.N = self.of_S.new_zeros(*eta.shape, C + 2)
+        torch.mul(self.of_S, theta[:, None], out=self.N[..., :C])
+        torch.mul(self.of_S[..., 0], eta[:, :1], out=self.N[..., C])
+        self.L = torch.bmm(self.of_M, self.N)
+        torch.mul(self.of_M[..., 0], keep[:, :1], out=self.L[..., C + 1])
+        F.threshold_(self.L, negligible(self.L.dtype), 0.0)
+        step, drift, decay = self.L.split((C, 1, 1), dim=-1)
+        last = torch.stack((step[:, -1], self.N[:, -1, :C]), dim=1)
+        self.gates = Gates(step, last, decay[..., 0], drift[..., 0], self.N[:, -1, C])
+
+    def backward(self, d: Gates) -> tuple[Tensor, Tensor, Tensor]:
+        """From the gradients of the coefficients to those of theta, eta and alpha."""
+        dL = torch.cat((d.step, d.drift[..., None], d.decay[..., None]), dim=-1)
+        dL[:, -1, :-2] += d.last[:, 0]
+        dL = torch.bmm(self.of_M.mT, dL)
+        d_alpha = _along_row_before(dL, self.L, -1).neg_()
+        dL[:, -1, :-2] += d.last[:, 1]
+        dL[:, -1, -2] += d.momentum
+        dN = torch.bmm(self.of_S.mT, dL)
+        return dN.diagonal(dim1=-2, dim2=-1), _along_row_before(dN, self.N, -2), d_alpha
+
+
+def _segment_products(gate: Tensor) -> Tensor:
+    """[..., C] to [..., C, C]: at (t, i) the product over tokens i+1..t, 1 on the diagonal and 0 above it."""
+    token = torch.arange(gate.shape[-1], device=gate.device)
+    factors = torch.where(token[:, None] > token, gate[..., None], gate.new_ones(()))
+    return F.threshold_(factors.cumprod(-2).tril_(), negligible(gate.dtype), 0.0)
+
+
+def _along_row_before(dX: Tensor, X: Tensor, start: int) -> Tensor:
+    """[G, C] inner products of each row of dX with the row of X before it; before the first, column `start` is 1."""
+    return torch.cat((dX[:, 0, start, None], (dX[:, 1:] * X[:, :-1]).sum(-1)), dim=-1)
 
 
 def without_dust(x: Tensor) -> Tensor:
@@ -215,7 +228,7 @@ class Updates:
     """
 
     def __init__(self, K: int, write: Write, weights, momentum, gates: Gates, dX, dD, dW, dS, along):
-        self.write, self.weights, self.momentum, self.gates, self.dX, self.dD = write, weights, momentum, gates, dX, dD
+        self.write, self.weights, self.momentum, self.dX, self.dD = write, weights, momentum, dX, dD
         self.widens = [x.shape[-1] <= d.shape[-1] for x, d in zip(write.X, write.D, strict=True)]
 
         def by_chunk(xs):
@@ -339,8 +352,9 @@ def scan(max_surprise: float | None, chunks: Tensor | None, weights, momentum, *
     return y, tuple(end[:depth]), tuple(end[depth:])
 
 
-def _cut(chunks: range, size: int) -> list[range]:
-    return [chunks[i : i + size] for i in range(0, len(chunks), size)]
+def _pieces(N: int, sequences: int) -> list[range]:
+    K = max(1, SEQUENCES_AT_A_TIME // sequences)
+    return [range(n, min(n + K, N)) for n in range(0, N, K)]
 
 
 def _of(x: Tensor, piece: range) -> Tensor:
@@ -351,7 +365,7 @@ def _of(x: Tensor, piece: range) -> Tensor:
 def _put(whole: Tensor, piece: range, x: Tensor) -> None:
     """Back again, into its place."""
     part = whole[:, :, piece.start : piece.stop].movedim(2, 0)
-    part.copy_(x.view(part.shape))
+    part.copy_(x.reshape(part.shape))
 
 
 def _joined(xs) -> Tensor:
@@ -380,27 +394,21 @@ def _forward(max_surprise, chunks, depth: int, tokens, state: list[Tensor], star
     """Outputs, and the state at the end [B, H, in, out]; `starts` collects it before every chunk, [K B H, in, out]."""
     B, H, N = tokens[0].shape[:3]
     state, y = [x.flatten(0, 1) for x in state], torch.empty_like(tokens[0])
-    for section in _cut(range(N), CHUNKS_AT_A_TIME):
-        of_section = gates_of(*(_of(x, section) for x in tokens[3:]))
-        for piece in _cut(section, _chunks_together(B * H)):
-            q, k, v = (_of(x, piece) for x in tokens[:3])
-            gates, more = of_section.of_chunks(piece, section, B * H), _having(chunks, piece, H)
-            writes, befores = [], []
-            for n, (k_n, v_n, *gates_n) in enumerate(zip(*(x.chunk(len(piece)) for x in (k, v, *gates)), strict=True)):
-                befores.append(state)
-                writes.append(Write(state[:depth], k_n, v_n, max_surprise))
-                after = writes[-1].after(state[:depth], state[depth:], Gates(*gates_n))
-                state = _select(None if more is None else more[n], after, state)
-            before = [_joined(xs) for xs in zip(*befores, strict=True)]
-            X, D, steps = _joined_writes(writes, k, gates.step)
-            _put(y, piece, Read(before[:depth], before[depth:], X, D, steps, gates, q).y)
-            if starts is not None:
-                starts.append(before)
+    for piece in _pieces(N, B * H):
+        q, k, v = (_of(x, piece) for x in tokens[:3])
+        gates, more = Coefficients(*(_of(x, piece) for x in tokens[3:])).gates, _having(chunks, piece, H)
+        writes, befores = [], []
+        for n, (k_n, v_n, *gates_n) in enumerate(zip(*(x.chunk(len(piece)) for x in (k, v, *gates)), strict=True)):
+            befores.append(state)
+            writes.append(Write(state[:depth], k_n, v_n, max_surprise))
+            after = writes[-1].after(state[:depth], state[depth:], Gates(*gates_n))
+            state = _select(None if more is None else more[n], after, state)
+        before = [_joined(xs) for xs in zip(*befores, strict=True)]
+        X, D, steps = _joined_writes(writes, k, gates.step)
+        _put(y, piece, Read(before[:depth], before[depth:], X, D, steps, gates, q).y)
+        if starts is not None:
+            starts.append(before)
     return y, [x.unflatten(0, (B, H)) for x in state]
-
-
-def _chunks_together(sequences: int) -> int:
-    return max(1, SEQUENCES_AT_A_TIME // sequences)
 
 
 def _joined_writes(writes: list[Write], k: Tensor, step: Tensor):
@@ -417,30 +425,23 @@ def _backward(max_surprise, chunks, depth: int, tokens, starts, dy: Tensor, d_st
     """Gradients of tokens and gates, and of the start state."""
     B, H, N = tokens[0].shape[:3]
     d_state, found = [x.flatten(0, 1) for x in d_state], [torch.empty_like(x) for x in tokens]
-    starts = list(starts)
-    for section in reversed(_cut(range(N), CHUNKS_AT_A_TIME)):
-        with torch.enable_grad():
-            leaves = [_of(x, section).requires_grad_() for x in tokens[3:]]
-            coefficients = gates_of(*leaves)
-        of_section, d_of_section = (Gates(*map(make, coefficients)) for make in (Tensor.detach, torch.zeros_like))
-        for piece in reversed(_cut(section, _chunks_together(B * H))):
-            gates, d_gates = (x.of_chunks(piece, section, B * H) for x in (of_section, d_of_section))
-            q, k, v, dy_piece = (_of(x, piece) for x in (*tokens[:3], dy))
-            start, more = starts.pop(), _having(chunks, piece, H)
-            weights, momentum = start[:depth], start[depth:]
-            write = Write(weights, k, v, max_surprise)
-            steps = [write.capped(gates.step, i) for i in range(depth)]
-            read = Read(weights, momentum, write.X, write.D, steps, gates, q)
-            dq, *of_layers = read.backward(dy_piece, write, d_gates)
-            del read, steps
-            updates = Updates(len(piece), write, weights, momentum, gates, *of_layers)
-            for n in reversed(range(len(piece))):
-                d_start = updates.back(n, d_state[:depth], d_state[depth:])
-                d_state = _select(None if more is None else more[n], d_start, d_state)
-            for whole, x in zip(found, (dq, *updates.finish(d_gates)), strict=False):
-                _put(whole, piece, _zero_outside(None if more is None else more.flatten(), x))
-        more = _having(chunks, section, H)
-        d_of_section = [_zero_outside(None if more is None else more.flatten(), x) for x in d_of_section]
-        for whole, x in zip(found[3:], torch.autograd.grad(coefficients, leaves, d_of_section), strict=True):
-            _put(whole, section, x)
+    for piece, start in zip(reversed(_pieces(N, B * H)), reversed(starts), strict=True):
+        q, k, v, dy_piece = (_of(x, piece) for x in (*tokens[:3], dy))
+        coefficients = Coefficients(*(_of(x, piece) for x in tokens[3:]))
+        gates, d_gates = coefficients.gates, Gates(*map(torch.zeros_like, coefficients.gates))
+        weights, momentum, more = start[:depth], start[depth:], _having(chunks, piece, H)
+        write = Write(weights, k, v, max_surprise)
+        steps = [write.capped(gates.step, i) for i in range(depth)]
+        read = Read(weights, momentum, write.X, write.D, steps, gates, q)
+        dq, *of_layers = read.backward(dy_piece, write, d_gates)
+        del read, steps
+        updates = Updates(len(piece), write, weights, momentum, gates, *of_layers)
+        for n in reversed(range(len(piece))):
+            d_start = updates.back(n, d_state[:depth], d_state[depth:])
+            d_state = _select(None if more is None else more[n], d_start, d_state)
+        dk, dv = updates.finish(d_gates)
+        more = None if more is None else more.flatten()
+        d_gates = coefficients.backward(Gates(*(_zero_outside(more, x) for x in d_gates)))
+        for whole, x in zip(found, (dq, dk, dv, *d_gates), strict=True):
+            _put(whole, piece, _zero_outside(more, x))
     return found, [x.unflatten(0, (B, H)) for x in d_state]

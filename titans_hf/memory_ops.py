@@ -223,6 +223,10 @@ class MemoryState:
             tuple(where_rows(read, now, start) for now, start in zip(momentum, self.momentum, strict=True)),
         )
 
+    def held(self) -> "MemoryState":
+        """The same state for reading from it: what autograd may keep of it is not written on later."""
+        return replace(self, pen=None) if torch.is_grad_enabled() and self.pen is not None else self
+
     def opened(self, chunk_size: int) -> "MemoryState":
         """The same state with every open-chunk field present, so that its structure and size never change."""
         if self.length is not None:

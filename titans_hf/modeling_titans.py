@@ -6,6 +6,7 @@ padding is never computed on and never written.
 
 import os
 import shutil
+import weakref
 
 import torch
 from torch import Tensor, nn
@@ -231,6 +232,8 @@ class TitansModel(TitansPreTrainedModel):
         if documents is not None:
             self._check_packed(past_key_values, use_cache, output_attentions)
             cache = None
+        if isinstance(cache, TitansCache) and not torch.compiler.is_compiling():
+            cache.reader = weakref.ref(self)
         if cache is not None and attention_mask is not None and not torch.compiler.is_compiling():
             hide_past(cache, attention_mask[:, : -given.shape[1]].bool())
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds

@@ -225,6 +225,7 @@ class NeuralMemory(nn.Module):
         if self.gates_by_chunk:
             gates = _gates_of_first_token(gates, state, chunk_size)
         if read_only:
+            state = state.held()
             y = recall(state.current()[0], q)
         else:
             y, state = neural_memory(

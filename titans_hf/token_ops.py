@@ -1,7 +1,7 @@
 """What is done to every token by itself or with the few before it, with derivatives written out.
 
-Each function is one pass over the tokens, in blocks that stay in a CPU's cache, and keeps nothing but its inputs for
-the backward. Composed of torch's own functions the same would write, and keep, every step of the way.
+Each function is one pass over the tokens, on a CPU in blocks that stay in its cache, and keeps nothing but its inputs
+for the backward. Composed of torch's own functions the same would write, and keep, every step of the way.
 
 Axis letters: B batch, T tokens, H heads, D head width.
 """
@@ -23,8 +23,8 @@ def unit(x: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
-    """Cuts the tokens of [B, T, channels]."""
-    size = max(16, BLOCK // (x.shape[0] * x.shape[2]))
+    """Cuts the tokens of [B, T, channels]; elsewhere than on a CPU, not at all."""
+    size = max(16, BLOCK // (x.shape[0] * x.shape[2])) if x.device.type == "cpu" else x.shape[1]
     for start in range(0, x.shape[1], size):
         yield slice(start, min(start + size, x.shape[1]))
 

@@ -1,0 +1,176 @@
+"""What was read can be written to a file and gone on from in another process; any other file is refused."""
+
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import VARIANTS, assert_close, random_ids, tiny_model
+
+from titans_hf import TitansCache
+from titans_hf.cache_titans import REWIND
+
+
+def read(model, ids, cache):
+    with torch.no_grad():
+        return model(ids, past_key_values=cache).logits
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model, its cache and the file of it."""
+    model, path = tiny_model("mag"), tmp_path / "book.safetensors"
+    cache = TitansCache(model.config)
+    read(model, random_ids(1, 50), cache)
+    cache.save(path)
+    return model, cache, path
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("tokens", [1, 9, 200])
+def test_a_loaded_cache_goes_on_as_the_saved_one(variant, tokens, tmp_path):
+    model, ids, more = tiny_model(variant), random_ids(2, tokens), random_ids(2, 30, seed=1)
+    cache = TitansCache(model.config)
+    read(model, ids, cache)
+    cache.save(tmp_path / "book.safetensors")
+    loaded = TitansCache.load(tmp_path / "book.safetensors", tiny_model(variant))
+    assert loaded.nbytes == cache.nbytes
+    assert loaded.get_seq_length() == tokens
+    for part in more.split([1, 1, 28], dim=1):
+        assert torch.equal(read(model, part, cache), read(model, part, loaded))
+    for each in (cache, loaded):
+        each.crop(-20)
+    assert torch.equal(read(model, more[:, 10:], cache), read(model, more[:, 10:], loaded))
+
+
+def test_another_process_answers_as_this_one(saved, tmp_path):
+    model, cache, path = saved
+    model.save_pretrained(tmp_path / "model")
+    code = """
+import sys, torch
+from titans_hf import TitansCache, TitansForCausalLM
+model = TitansForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float64).eval()
+cache = TitansCache.load(sys.argv[2], model)
+with torch.no_grad():
+    torch.save(model(torch.tensor([[3, 5, 7]]), past_key_values=cache).logits, sys.argv[3])
+"""
+    command = [sys.executable, "-c", code, tmp_path / "model", path, tmp_path / "logits.pt"]
+    subprocess.run(command, check=True, capture_output=True)
+    assert_close(torch.load(tmp_path / "logits.pt"), read(model, torch.tensor([[3, 5, 7]]), cache), 1e-12)
+
+
+def test_padded_rows_and_a_pickled_cache(tmp_path):
+    model, ids = tiny_model("mac"), random_ids(2, 40)
+    mask = torch.ones_like(ids)
+    mask[0, :13] = 0
+    cache = TitansCache(model.config)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+    cache.save(tmp_path / "book.safetensors")
+    loaded = TitansCache.load(tmp_path / "book.safetensors", model)
+    again = pickle.loads(pickle.dumps(cache))
+    expected = read(model, random_ids(2, 5, seed=2), cache)
+    assert torch.equal(read(model, random_ids(2, 5, seed=2), loaded), expected)
+    assert torch.equal(read(model, random_ids(2, 5, seed=2), again), expected)
+
+
+def test_other_weights_another_architecture_and_another_dtype_are_refused(saved):
+    model, _, path = saved
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-9
+    with pytest.raises(ValueError, match=r"weights differ in `layers.1.mlp.up_proj.weight`$"):
+        TitansCache.load(path, model)
+    with pytest.raises(ValueError, match=r"it had `sliding_window=.*, this one has 9"):
+        TitansCache.load(path, tiny_model("mag", sliding_window=9))
+    with pytest.raises(ValueError, match="it had `variant='mag'`, this one has 'lmm'"):
+        TitansCache.load(path, tiny_model("lmm"))
+    with pytest.raises(ValueError, match="weights differ in .* others"):
+        TitansCache.load(path, tiny_model("mag", dtype=torch.float32))
+
+
+def test_a_cut_a_foreign_and_a_missing_file_are_errors_that_say_so(saved, tmp_path):
+    model, _, path = saved
+    whole = path.read_bytes()
+    for length in (0, 5, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="damaged, or not a snapshot"):
+            TitansCache.load(path, model)
+    path.write_bytes(struct.pack("<Q", 2**62) + whole[8:])
+    with pytest.raises(ValueError, match="damaged, or not a snapshot"):
+        TitansCache.load(path, model)
+    path.write_bytes(pickle.dumps(os.getcwd))
+    with pytest.raises(ValueError, match="damaged, or not a snapshot"):
+        TitansCache.load(path, model)
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="not a snapshot of a Titans memory"):
+        TitansCache.load(tmp_path / "model" / "model.safetensors", model)
+    with pytest.raises(FileNotFoundError, match="no snapshot at"):
+        TitansCache.load(tmp_path / "nothing.safetensors", model)
+
+
+def metadata_of(path):
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        return json.loads(file.read(length))["__metadata__"]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda tensors, facts: tensors.pop("layers.0.seen"), "not a cache's, see 'layers.0.seen'"),
+        (lambda tensors, facts: tensors.update(extra=torch.zeros(1)), "not a cache's, see 'extra'"),
+        (lambda tensors, facts: tensors["layers.1.memory.weights.0"].fill_(torch.nan), "not finite"),
+        (lambda tensors, facts: tensors["layers.0.memory.length"].fill_(99), "length' is out of range"),
+        (lambda tensors, facts: tensors["layers.0.log.kind"].fill_(-1), "kind' is out of range"),
+        (lambda tensors, facts: tensors.update({"layers.0.seen": torch.zeros(3, dtype=torch.long)}), "damaged: "),
+        (lambda tensors, facts: facts.update(state='{"columns": -4, "rewindable": 0, "cursor": 0}'), "`columns` is -4"),
+        (lambda tensors, facts: facts.update(state="[]"), "metadata are not a snapshot's"),
+        (lambda tensors, facts: facts.update(state='{"columns": 4}'), "counters are not a cache's"),
+        (lambda tensors, facts: facts.update(weights="[1]"), "metadata are not a snapshot's"),
+        (lambda tensors, facts: tensors["layers.1.seen"].fill_(-1), "seen' is out of range"),
+        (lambda tensors, facts: facts.update(state="{"), "damaged, or not a snapshot"),
+        (lambda tensors, facts: facts.update(version="2"), "is of version 2; this titans-hf reads version 1"),
+        (lambda tensors, facts: facts.pop("weights"), "damaged, or not a snapshot"),
+    ],
+)
+def test_a_file_that_no_cache_wrote_is_refused(saved, change, message):
+    model, _, path = saved
+    tensors, facts = load_file(path), metadata_of(path)
+    change(tensors, facts)
+    save_file(tensors, path, facts)
+    with pytest.raises(ValueError, match=message):
+        TitansCache.load(path, model)
+
+
+def test_saving_leaves_no_half_file_and_says_what_is_missing(saved, tmp_path, monkeypatch):
+    model, cache, path = saved
+    before = path.read_bytes()
+
+    def fail(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("titans_hf.snapshots.save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        cache.save(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["book.safetensors"]
+    with pytest.raises(ValueError, match="the cache is empty"):
+        TitansCache(model.config).save(path)
+    del model
+    alone = pickle.loads(pickle.dumps(cache))
+    with pytest.raises(ValueError, match="pass it, `cache.save"):
+        alone.save(path)
+
+
+def test_loading_leaves_the_model_as_it_was(saved):
+    model, _, path = saved
+    model.train()
+    TitansCache.load(path, model)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert REWIND == 64

@@ -1,0 +1,82 @@
+"""A cache as a file: read a book once, ask later, in another process.
+
+A snapshot is a safetensors file: the tensors of the cache, and as metadata a fingerprint of the model that filled it.
+It is loaded only into a model with the same fingerprint, if every tensor is what this model's cache would hold.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+FORMAT, VERSION = "titans memory", 1
+PARTS = ("state", "geometry", "weights")  # of the metadata, each a mapping
+
+
+def fingerprint(model: nn.Module) -> dict[str, str]:
+    """A digest of every weight that a cache depends on, by name."""
+    return {name: _digest(name, x) for name, x in model.base_model.state_dict().items()}
+
+
+def _digest(name: str, x: Tensor) -> str:
+    try:
+        data = x.detach().cpu().contiguous().view(torch.uint8).numpy()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise ValueError(f"cannot fingerprint `{name}` ({type(x).__name__}): snapshots need plain weights") from error
+    return hashlib.sha256(data.tobytes() + f"{x.dtype} {tuple(x.shape)}".encode()).hexdigest()[:16]
+
+
+def difference(what: str, theirs: dict, ours: dict) -> str:
+    """Where two such descriptions differ, in words."""
+    names = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
+    more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+    if what == "weights":
+        return f"its weights differ in `{names[0]}`{more}"
+    return f"it had `{names[0]}={theirs.get(names[0])!r}`, this one has {ours.get(names[0])!r}{more and ';' + more}"
+
+
+def write_snapshot(
+    path: str | os.PathLike, tensors: dict[str, Tensor], state: dict, geometry: dict, weights: dict
+) -> None:
+    """Write a snapshot under a temporary name, then give it its own: there is never half of one."""
+    path = Path(path)
+    facts = {"version": VERSION, **dict(zip(PARTS, (state, geometry, weights), strict=True))}
+    metadata = {"format": FORMAT, **{name: json.dumps(fact) for name, fact in facts.items()}}
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    os.close(handle)
+    try:
+        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, temporary, metadata)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read_snapshot(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict]:
+    """The tensors and the facts of a snapshot, of this version and whole."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"no snapshot at {os.fspath(path)!r}")
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if metadata.get("format") == FORMAT:
+            facts = {name: json.loads(metadata[name]) for name in ("version", *PARTS)}
+            if not all(isinstance(facts[name], dict) for name in PARTS):
+                raise ValueError("its metadata are not a snapshot's")
+    except (SafetensorError, KeyError, ValueError, RecursionError) as error:
+        raise ValueError(f"{os.fspath(path)!r} is damaged, or not a snapshot: {error}") from error
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{os.fspath(path)!r} is not a snapshot of a Titans memory")
+    if facts["version"] != VERSION:
+        raise ValueError(
+            f"{os.fspath(path)!r} is of version {facts['version']!r}; this titans-hf reads version {VERSION}: "
+            "read the text again"
+        )
+    return tensors, facts
