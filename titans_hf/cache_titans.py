@@ -629,8 +629,7 @@ class TitansCache(DynamicCache):
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor kept. Constant: it does not grow with what was read."""
-        storages = (x.untyped_storage() for layer in self.layers for x in layer.tensors())
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return sum(x.nbytes for layer in self.layers for x in layer.tensors())
 
 
 def _check_snapshot(path, tensors: dict[str, Tensor], expected: dict[str, Tensor], state: dict) -> None:

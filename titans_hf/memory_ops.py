@@ -533,7 +533,8 @@ def _read_from_line(state: MemoryState, tokens, counts: Tensor | None, chunk_siz
         chunks = None if cut.head_counts is None else cut.head_counts // chunk_size
         y_whole, weights, momentum = forms.scan_chunks(state.weights, state.momentum, *whole, chunks, max_surprise)
         y_whole = y_whole.flatten(2, 3).transpose(1, 2)
-        state = replace(state, weights=weights, momentum=momentum)
+        on_line = cut.head_counts is None  # then nothing of an open chunk is left
+        state = MemoryState(weights, momentum) if on_line else replace(state, weights=weights, momentum=momentum)
     if cut.body_width:
         rest = [cut.body(x).transpose(1, 2) for x in tokens]
         y_rest, state = forms.extend_chunk(state.opened(chunk_size), *rest, cut.body_counts, max_surprise)

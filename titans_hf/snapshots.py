@@ -51,7 +51,8 @@ def write_snapshot(
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     os.close(handle)
     try:
-        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, temporary, metadata)
+        own = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
+        save_file(own, temporary, metadata)  # which refuses tensors that share memory
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
