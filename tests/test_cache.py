@@ -186,3 +186,31 @@ def test_a_cache_needs_a_titans_config():
     with pytest.raises(ValueError, match="TitansConfig"):
         TitansCache(LlamaConfig(num_hidden_layers=1))
     assert len(TitansCache(tiny_config("mac")).layers) == 2
+
+
+@every_variant
+def test_a_long_rope_s_scaling_is_the_same_for_one_token_and_for_many(variant):
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+    model, ids = tiny_model(variant, rope_parameters=rope), random_ids(2, 24)
+    cache = TitansCache(model.config)
+    expected = read(model, ids, TitansCache(model.config))
+    found = [read(model, part, cache) for part in ids.split([19, 1, 1, 1, 2], dim=1)]
+    assert_close(torch.cat(found, dim=1), expected, 1e-10)
+
+
+@every_variant
+def test_a_cache_filled_under_autocast_is_read_on(variant):
+    model, cache = tiny_model(variant, torch.float32), None
+    for part in random_ids(1, 190).split([150, 1, 30, 9], dim=1):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            cache = model(part, past_key_values=cache, use_cache=True).past_key_values
+    assert {tail.values.dtype for tail in cache.layers[0].carry.tails.values()} == {torch.float32}
+    assert read(model, random_ids(1, 3), cache).isfinite().all()
+
+
+def test_a_cache_does_not_share_memory_with_the_model():
+    model = tiny_model("mac", torch.float32)
+    cache = TitansCache(model.config)
+    read(model, random_ids(1, 3), cache)
+    mine = {x.untyped_storage().data_ptr() for x in model.parameters()}
+    assert not mine & {x.untyped_storage().data_ptr() for layer in cache.layers for x in layer.tensors()}

@@ -49,6 +49,34 @@ print(type(model).__name__, transformers.TitansForCausalLM is type(model))
     assert run(code) == ["TitansForCausalLM", "True"]
 
 
+def test_looking_for_a_module_does_not_count_as_importing_it():
+    code = f"""
+import titans_hf
+from importlib.util import find_spec
+for name in ("titans_hf.modeling_titans", "titans_hf.configuration_titans", "transformers.models.auto.modeling_auto"):
+    find_spec(name)
+from transformers import AutoConfig, AutoModelForCausalLM
+print(type(AutoModelForCausalLM.from_config(AutoConfig.for_model("titans", {SMALL}))).__name__)
+"""
+    assert run(code) == ["TitansForCausalLM"]
+
+
+def test_another_thread_may_be_importing_the_auto_classes():
+    code = f"""
+import sys, threading, time
+import transformers
+thread = threading.Thread(target=lambda: transformers.AutoModelForCausalLM)
+thread.start()
+while "transformers.models.auto.modeling_auto" not in sys.modules:
+    time.sleep(0.001)
+import titans_hf
+thread.join()
+from transformers import AutoConfig, AutoModelForCausalLM
+print(type(AutoModelForCausalLM.from_config(AutoConfig.for_model("titans", {SMALL}))).__name__)
+"""
+    assert run(code) == ["TitansForCausalLM"]
+
+
 def test_the_function_keeps_its_name_beside_the_module_of_that_name():
     code = """
 import titans_hf, titans_hf.modeling_titans, sys

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from support import VARIANTS, assert_close, random_ids, tiny_model
 
 from titans_hf import TitansCache
-from titans_hf.cache_titans import REWIND
 
 
 def read(model, ids, cache):
@@ -85,6 +84,9 @@ def test_other_weights_another_architecture_and_another_dtype_are_refused(saved)
         model.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-9
     with pytest.raises(ValueError, match=r"weights differ in `layers.1.mlp.up_proj.weight`$"):
         TitansCache.load(path, model)
+    for name, value in (("memory_theta_max", 0.05), ("memory_gates", "chunk"), ("rms_norm_eps", 1e-5)):
+        with pytest.raises(ValueError, match=f"it had `{name}=.*, this one has {value!r}"):
+            TitansCache.load(path, tiny_model("mag", **{name: value}))
     with pytest.raises(ValueError, match=r"it had `sliding_window=.*, this one has 9"):
         TitansCache.load(path, tiny_model("mag", sliding_window=9))
     with pytest.raises(ValueError, match="it had `variant='mag'`, this one has 'lmm'"):
@@ -134,6 +136,11 @@ def metadata_of(path):
         (lambda tensors, facts: facts.update(weights="[1]"), "metadata are not a snapshot's"),
         (lambda tensors, facts: tensors["layers.1.seen"].fill_(-1), "seen' is out of range"),
         (lambda tensors, facts: facts.update(state="{"), "damaged, or not a snapshot"),
+        (lambda tensors, facts: facts.update(config='{"variant": null}'), "it had `variant=None`"),
+        (
+            lambda tensors, facts: facts.update(state='{"columns": 3, "rewindable": 9, "cursor": 9}'),
+            "go back to before its first token",
+        ),
         (lambda tensors, facts: facts.update(version="2"), "is of version 2; this titans-hf reads version 1"),
         (lambda tensors, facts: facts.pop("weights"), "damaged, or not a snapshot"),
     ],
@@ -145,6 +152,11 @@ def test_a_file_that_no_cache_wrote_is_refused(saved, change, message):
     save_file(tensors, path, facts)
     with pytest.raises(ValueError, match=message):
         TitansCache.load(path, model)
+
+
+def test_a_snapshot_can_be_read_by_whom_other_files_can(saved, tmp_path):
+    (tmp_path / "other").touch()
+    assert saved[2].stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_saving_leaves_no_half_file_and_says_what_is_missing(saved, tmp_path, monkeypatch):
@@ -170,7 +182,23 @@ def test_saving_leaves_no_half_file_and_says_what_is_missing(saved, tmp_path, mo
 def test_loading_leaves_the_model_as_it_was(saved):
     model, _, path = saved
     model.train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
     TitansCache.load(path, model)
-    assert model.training
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert REWIND == 64
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_heads_and_adapters(saved, tmp_path):
+    """Only what the memory depends on counts: not the head, but an adapter, and whether it is in use."""
+    peft = pytest.importorskip("peft")
+    model, _, path = saved
+    assert TitansCache.load(path, model.model).get_seq_length() == 50
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    with pytest.raises(ValueError, match="weights differ"):
+        TitansCache.load(path, adapted)
+    cache = TitansCache(model.config)
+    read(adapted, random_ids(1, 9), cache)
+    cache.save(path)
+    assert TitansCache.load(path, adapted).get_seq_length() == 9
+    with adapted.disable_adapter(), pytest.raises(ValueError, match="adapters in use"):
+        TitansCache.load(path, adapted)

@@ -1,12 +1,16 @@
 """Decoding, token by token and in place, gives the numbers of the token loop, and leaves every earlier state alone."""
 
+import copy
+import pickle
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import TOLERANCE, assert_close, memory_inputs, random_ids, tiny_model
+from support import TOLERANCE, assert_close, every_variant, memory_inputs, random_ids, tiny_model
 
-from titans_hf import neural_memory
+from titans_hf import TitansCache, neural_memory
 
 
 def piece(tokens, start, stop):
@@ -103,3 +107,69 @@ def test_steps_may_change_between_inference_mode_and_no_grad(first, second):
             y, state = neural_memory(*piece(tokens, t, t + 1), state, chunk_size=16)
         outputs.append(y.clone())
     assert_close(torch.cat(outputs, dim=1), expected, 1e-12)
+
+
+def logits(model, ids, cache):
+    with torch.no_grad():
+        return model(ids, past_key_values=cache).logits
+
+
+def decoded(model, ids):
+    """A cache in the middle of decoding."""
+    cache = TitansCache(model.config)
+    for part in ids.split([ids.shape[1] - 4, 1, 1, 1, 1], dim=1):
+        logits(model, part, cache)
+    return cache
+
+
+@every_variant
+@pytest.mark.parametrize("tokens", [9, 20, 75])
+@pytest.mark.parametrize("removed", [1, 3, 4])
+def test_steps_after_a_crop_go_on_from_what_is_left(variant, tokens, removed):
+    model, ids = tiny_model(variant), random_ids(2, tokens + 3)
+    expected = logits(model, ids, TitansCache(model.config))
+    cache = decoded(model, ids[:, :tokens])
+    cache.crop(-removed)
+    for t in range(tokens - removed, tokens + 3):
+        assert_close(logits(model, ids[:, t : t + 1], cache)[:, 0], expected[:, t], 1e-10)
+
+
+@every_variant
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), TitansCache.clone])
+def test_copies_in_the_middle_of_decoding_are_whole_and_apart(variant, twin):
+    model, ids, other = tiny_model(variant), random_ids(2, 20), random_ids(2, 4, seed=7)
+    cache = decoded(model, ids)
+    copied = twin(cache)
+    expected = logits(model, torch.cat((ids, other), dim=1), TitansCache(model.config))[:, 20:]
+    for t in range(4):
+        logits(model, ids[:, t : t + 1], cache)  # the original goes another way
+        assert_close(logits(model, other[:, t : t + 1], copied)[:, 0], expected[:, t], 1e-10)
+
+
+def test_a_changed_state_is_read_as_it_was_changed():
+    tokens, state = memory_inputs(T=12)
+    with torch.no_grad():
+        for t in range(6):
+            _, state = neural_memory(*piece(tokens, t, t + 1), state.opened(16), chunk_size=16)
+        changed = replace(state, weights=tuple(2 * W for W in state.weights))
+        expected, _ = neural_memory(*piece(tokens, 6, 9), changed, chunk_size=16)
+        outputs = []
+        for t in range(6, 9):
+            y, changed = neural_memory(*piece(tokens, t, t + 1), changed, chunk_size=16)
+            outputs.append(y)
+    assert_close(torch.cat(outputs, dim=1), expected, 1e-12)
+
+
+@pytest.mark.parametrize("width", [1, 12])
+def test_a_layer_read_with_gradients_then_without_from_one_carry(width):
+    memory = tiny_model("lmm").model.layers[0].mixer.memory
+    x = torch.randn(1, 40, memory.q_proj.in_features, dtype=torch.float64)
+    with torch.no_grad():
+        _, carry, _ = memory(x[:, :5], memory.begin(1, spare=64))
+        carry.tail, carry.state = carry.tail.settled(), carry.state.opened(memory.chunk_size)
+        _, carry, _ = memory(x[:, 5:6], carry)
+    y, _, _ = memory(x[:, 6 : 6 + width], carry)
+    with torch.no_grad():
+        memory(x[:, 20:21], carry)
+    y.sum().backward()
+    assert memory.q_proj.weight.grad.isfinite().all()

@@ -45,6 +45,21 @@ GEOMETRY = (
     "memory_conv_width",
 )
 
+# All fields that change what a model makes of what it reads; a snapshot is loaded only where they are the same.
+READING = (
+    *GEOMETRY,
+    "hidden_size",
+    "intermediate_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "memory_theta_max",
+    "memory_eta_max",
+    "memory_momentum",
+    "memory_forget",
+    "memory_gates",
+)
+
 PADDING, SEEN, WRITTEN = 0, 1, 2  # what a row holds in a column of the log
 
 
@@ -56,7 +71,7 @@ class LayerCarry:
         memory: weights, momentum and the open chunk, always with its open-chunk fields.
         tails: inputs of the convolution, keys and values of the window or the segment, and
             in the last layer the model's outputs.
-        fixed: tensors that no token changes (MAL's attention prefix).
+        fixed: tensors that no token changes: attention's prefix.
         segment_weights: MAC's memory at the start of the open segment.
     """
 
@@ -475,7 +490,7 @@ class TitansCacheLayer(CacheLayerMixin):
         unwritten = (dropped & (log.kind == WRITTEN)).sum(1)
         log.kind = log.kind.masked_fill(dropped, PADDING)
         if bool((unwritten <= memory.length).all()) and self._same_segment(removed):
-            self.carry.memory = replace(memory, length=memory.length - unwritten)
+            self.carry.memory = replace(memory, length=memory.length - unwritten, pen=None)
         else:
             self.carry.memory, self.carry.segment_weights = log.replay(log.kind)
         occupied = (log.kind > PADDING).any(0).nonzero()
@@ -566,7 +581,7 @@ class TitansCache(DynamicCache):
             raise ValueError("the model that filled this cache is gone: pass it, `cache.save(path, model)`")
         first = self.layers[0]
         state = {"columns": first.columns, "rewindable": first.rewindable, "cursor": first.log.cursor}
-        write_snapshot(path, self._named(), state, first.geometry, fingerprint(model))
+        write_snapshot(path, self._named(), state, *fingerprint(model, READING))
 
     @classmethod
     def load(cls, path: str | os.PathLike, model: nn.Module) -> "TitansCache":
@@ -575,13 +590,11 @@ class TitansCache(DynamicCache):
         A file of another model, of another version, or damaged, is refused with a `ValueError` that says why.
         """
         tensors, facts = read_snapshot(path)
-        geometry = {name: getattr(model.config, name, None) for name in GEOMETRY}
-        for what, theirs, ours in (
-            ("model", facts["geometry"], geometry),
-            ("weights", facts["weights"], fingerprint(model)),
-        ):
-            if theirs != ours:
-                raise ValueError(f"{os.fspath(path)!r} was made by another model: {difference(what, theirs, ours)}")
+        for what, ours in zip(("config", "weights"), fingerprint(model, READING), strict=True):
+            if facts[what] != ours:
+                raise ValueError(
+                    f"{os.fspath(path)!r} was made by another model: {difference(what, facts[what], ours)}"
+                )
         cache = cls._like(model)
         expected = cache._named()
         _check_snapshot(path, tensors, expected, facts["state"])
@@ -596,10 +609,13 @@ class TitansCache(DynamicCache):
     @torch.no_grad()
     def _like(cls, model: nn.Module) -> "TitansCache":
         """A cache of this model's that has read one token: its tensors say what a snapshot must hold."""
-        training, cache = model.training, cls(model.config)
-        model.eval()
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
-        model.train(training)
+        cache, modes = cls(model.config), {module: module.training for module in model.modules()}
+        try:
+            model.eval()
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
+        finally:
+            for module, training in modes.items():
+                module.training = training
         return cache
 
     def _named(self) -> dict[str, Tensor]:
@@ -661,6 +677,8 @@ def _check_snapshot(path, tensors: dict[str, Tensor], expected: dict[str, Tensor
     for name, limit in limits.items():
         if type(state[name]) is not int or not 0 <= state[name] <= limit:
             refuse(f"its counter `{name}` is {state[name]!r}")
+    if state["rewindable"] > state["columns"]:
+        refuse("it could go back to before its first token")
 
 
 def _copy_layer(layer: TitansCacheLayer) -> TitansCacheLayer:

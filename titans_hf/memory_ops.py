@@ -198,7 +198,7 @@ class MemoryState:
         errors: per layer [B, H, C, out], the back-propagated errors `g` (after the surprise cap).
         gates: `(theta, eta, alpha)` of the open chunk, each [B, H, C].
         length: [B] tokens in each row's open chunk; slots from there on are unused.
-        pen: what decoding goes on with, and the length it stood at. Speed alone: any state may be without.
+        pen: what decoding goes on with; it serves the one state that it was last moved to. Any state may be without.
     """
 
     weights: tuple[Tensor, ...]
@@ -207,7 +207,12 @@ class MemoryState:
     errors: tuple[Tensor, ...] | None = None
     gates: tuple[Tensor, Tensor, Tensor] | None = None
     length: Tensor | None = None
-    pen: tuple[Pen, int] | None = None
+    pen: Pen | None = None
+
+    def __reduce__(self):
+        """Copies and pickles own their bytes, and have no pen."""
+        state = self.map(compact)
+        return MemoryState, tuple(getattr(state, name) for name in self.__dataclass_fields__ if name != "pen")
 
     def current(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Weights and momentum after the last token read (Eqs. 13 and 14)."""
@@ -224,8 +229,11 @@ class MemoryState:
         )
 
     def held(self) -> "MemoryState":
-        """The same state for reading from it: what autograd may keep of it is not written on later."""
-        return replace(self, pen=None) if torch.is_grad_enabled() and self.pen is not None else self
+        """The same state, which is not written on later if autograd may keep some of it."""
+        if self.pen is None or not torch.is_grad_enabled():
+            return self
+        self.pen.retire()
+        return replace(self, pen=None)
 
     def opened(self, chunk_size: int) -> "MemoryState":
         """The same state with every open-chunk field present, so that its structure and size never change."""
@@ -415,10 +423,8 @@ def extend_chunk(state, q, k, v, theta, eta, alpha, counts: Tensor | None, max_s
 
 def _with_pen(state: MemoryState) -> MemoryState | None:
     """The state with a pen of its own to go on with; None if its rows stand at different places, or on meta tensors."""
-    if state.pen is not None:
-        pen, length = state.pen
-        if pen.filled == length and (torch.is_inference_mode_enabled() or not state.length.is_inference()):
-            return state
+    if state.pen is not None and state.pen.serves(state):
+        return state
     places = on_host(state.length)
     if places is None or len(set(places)) > 1:
         return None
@@ -431,18 +437,19 @@ def _with_pen(state: MemoryState) -> MemoryState | None:
         of_M, of_S = state.gates[0].new_zeros(2, B * H, 2 + C)
         of_M[:, 0] = of_S[:, 1] = 1
     pen = Pen(state.weights, state.momentum, state.inputs, state.errors, state.gates, of_M, of_S, places[0])
-    return MemoryState(**pen.fields(), length=state.length, pen=(pen, places[0]))
+    return pen.moved_to(MemoryState(**pen.fields(), length=state.length, pen=pen))
 
 
 def _step(state: MemoryState, q, k, v, gates, max_surprise: float | None):
     """`extend_chunk` by one token in every row, for a state with a pen: the slots are filled in place."""
-    (pen, _), (B, H) = state.pen, q.shape[:2]
+    pen, (B, H) = state.pen, q.shape[:2]
     q, k, v, *gates = (x.flatten(0, 1) for x in (q, k, v, *gates))
     pen.write(k, v, gates, max_surprise)
     y = pen.read(q).unflatten(0, (B, H))
     if pen.filled < pen.slots.shape[1]:
-        return y, replace(state, length=state.length + 1, pen=(pen, pen.filled))
+        return y, pen.moved_to(replace(state, length=state.length + 1))
     weights, momentum = pen.state()
+    pen.retire()
     return y, replace(state, weights=weights, momentum=momentum, length=torch.zeros_like(state.length), pen=None)
 
 
@@ -682,7 +689,7 @@ def neural_memory(
         The outputs [B, T, H, D] in the dtype of `q`, and the state after the last token.
     """
     _check(q, k, v, theta, eta, alpha, state, chunk_size, max_surprise, mask, lengths, backend)
-    dtype = state_dtype(q.dtype)
+    dtype, state = state_dtype(q.dtype), state.held()
     tokens = [q, k, v, *(gate.to(dtype) for gate in (theta, eta, alpha))]
     if state.weights[0].dtype != dtype:
         state = state.map(lambda x: x.to(dtype) if x.is_floating_point() else x)

@@ -118,8 +118,7 @@ class MemoryAsGate(MemoryMixer):
     def _prefix(self, persistent: Persistent | None, rows: Rows) -> dict[str, Tensor]:
         if persistent is None:
             return {}
-        found = self.attention.keys_values(persistent()[None])
-        return {name: x.expand(rows.batch_size, -1, -1, -1) for name, x in zip(PREFIX, found, strict=True)}
+        return _kept(self.attention.keys_values(persistent()[None]), self.memory.dtype, rows.batch_size)
 
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
         before = rows.start(past, lambda: self.begin(persistent, rows))
@@ -144,7 +143,7 @@ class MemoryAsLayer(MemoryMixer):
         outputs, memory = self._prologue(persistent, rows)
         fixed = {}
         if outputs is not None:
-            fixed = dict(zip(PREFIX, self.attention.keys_values(self.norm(outputs)), strict=True))
+            fixed = _kept(self.attention.keys_values(self.norm(outputs)), self.memory.dtype, rows.batch_size)
         return self._carry(memory, self._empty_window(memory.tail.values, rows), fixed)
 
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
@@ -154,6 +153,12 @@ class MemoryAsLayer(MemoryMixer):
         y, weights, window = self.attention(self.norm(m), prefix, window, rows, rotary, output_attentions)
         carry = self._carry(memory, window, before.fixed)
         return Mixed(y, weights, carry, before, written)
+
+
+def _kept(keys_values: tuple[Tensor, Tensor], dtype: torch.dtype, batch_size: int) -> dict[str, Tensor]:
+    """The prefix for a carry: a row of it for each of the batch, in the model's dtype whatever autocast made of it."""
+    rows = (x.to(dtype).expand(batch_size, -1, -1, -1) for x in keys_values)
+    return dict(zip(PREFIX, rows, strict=True))
 
 
 def _pair(fixed: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
@@ -261,7 +266,7 @@ class MemoryAsContext(nn.Module):
             return {}
         k, v = self.attention.keys_values(persistent()[None])
         k = rotate(k, rotary.at(k, torch.arange(k.shape[1], device=k.device)))
-        return {name: x.expand(rows.batch_size, -1, -1, -1) for name, x in zip(PREFIX, (k, v), strict=True)}
+        return _kept((k, v), self.memory.dtype, rows.batch_size)
 
     def _join(self, cut: RowCut, parts: list[Mixed], carry: LayerCarry, before: LayerCarry, rows: Rows) -> Mixed:
         """The pieces of the pass as one: outputs, attention weights and written tokens in the order of the tokens."""

@@ -125,7 +125,7 @@ class MemoryStart(nn.Module):
 
     def forward(self) -> MemoryState:
         """A batch of one at the start: `M_0`, and no momentum."""
-        weights = tuple(W[None].to(state_dtype(W.dtype)) for W in self.weights)
+        weights = tuple(W[None].to(state_dtype(W.dtype), copy=True) for W in self.weights)  # a cache may keep them
         return MemoryState(weights, tuple(torch.zeros_like(W) for W in weights))
 
 

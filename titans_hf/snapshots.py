@@ -7,7 +7,6 @@ It is loaded only into a model with the same fingerprint, if every tensor is wha
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 
 import torch
@@ -16,12 +15,24 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 FORMAT, VERSION = "titans memory", 1
-PARTS = ("state", "geometry", "weights")  # of the metadata, each a mapping
+PARTS = ("state", "config", "weights")  # of the metadata, each a mapping
 
 
-def fingerprint(model: nn.Module) -> dict[str, str]:
-    """A digest of every weight that a cache depends on, by name."""
-    return {name: _digest(name, x) for name, x in model.base_model.state_dict().items()}
+def fingerprint(model: nn.Module, fields: tuple[str, ...]) -> tuple[dict, dict[str, str]]:
+    """All that a cache depends on: the given fields of the configuration, and a digest of every weight, by name.
+
+    The weights are those of the stack of blocks, whatever head or wrapper the model has; adapters are among them, and
+    whether they are in use.
+    """
+    stack = next((x for x in model.modules() if getattr(x, "base_model", None) is x), None)
+    if stack is None:
+        raise ValueError(f"a {type(model).__name__} has no Titans model in it")
+    config = {name: getattr(stack.config, name) for name in fields}
+    weights = {name: _digest(name, x) for name, x in stack.state_dict().items()}
+    for name, module in stack.named_modules():
+        if hasattr(module, "merged_adapters"):  # a layer of PEFT's
+            weights[f"{name}, adapters in use"] = str((module.active_adapters, module.disable_adapters, module.merged))
+    return json.loads(json.dumps(config)), weights
 
 
 def _digest(name: str, x: Tensor) -> str:
@@ -29,12 +40,14 @@ def _digest(name: str, x: Tensor) -> str:
         data = x.detach().cpu().contiguous().view(torch.uint8).numpy()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise ValueError(f"cannot fingerprint `{name}` ({type(x).__name__}): snapshots need plain weights") from error
-    return hashlib.sha256(data.tobytes() + f"{x.dtype} {tuple(x.shape)}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{x.dtype} {tuple(x.shape)}".encode())
+    digest.update(data)
+    return digest.hexdigest()[:16]
 
 
 def difference(what: str, theirs: dict, ours: dict) -> str:
     """Where two such descriptions differ, in words."""
-    names = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
+    names = [name for name in {**ours, **theirs} if theirs.get(name, ...) != ours.get(name, ...)]
     more = f" and {len(names) - 1} others" if len(names) > 1 else ""
     if what == "weights":
         return f"its weights differ in `{names[0]}`{more}"
@@ -42,21 +55,22 @@ def difference(what: str, theirs: dict, ours: dict) -> str:
 
 
 def write_snapshot(
-    path: str | os.PathLike, tensors: dict[str, Tensor], state: dict, geometry: dict, weights: dict
+    path: str | os.PathLike, tensors: dict[str, Tensor], state: dict, config: dict, weights: dict
 ) -> None:
     """Write a snapshot under a temporary name, then give it its own: there is never half of one."""
     path = Path(path)
-    facts = {"version": VERSION, **dict(zip(PARTS, (state, geometry, weights), strict=True))}
+    facts = {"version": VERSION, **dict(zip(PARTS, (state, config, weights), strict=True))}
     metadata = {"format": FORMAT, **{name: json.dumps(fact) for name, fact in facts.items()}}
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    os.close(handle)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         own = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
-        save_file(own, temporary, metadata)  # which refuses tensors that share memory
+        save_file(own, temporary, metadata)  # which refuses tensors that share memory, and hides the file from others
+        temporary.chmod(mode)
         os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_snapshot(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict]:

@@ -7,6 +7,8 @@ is made of is carried from token to token, by the recurrence itself.
 Axis letters: B batch, H heads, G = B H, C tokens of a chunk, D head width.
 """
 
+import weakref
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,8 +19,9 @@ from .chunk_ops import negligible
 class Pen:
     """The buffers of an open chunk, where its next token is written, and what the memory after the last is made of.
 
-    A line of states, each one token longer than the one before, shares buffers and pen; only the longest of them,
-    `filled` tokens long, can be written on. The others do not look beyond their own length.
+    A line of states, each one token longer than the one before, shares buffers and pen; only the last of them can be
+    written on. The others do not look beyond their own length. A state that was made in another way, also from one of
+    these, is not served: it gets a pen, and buffers, of its own.
 
     Args:
         weights, momentum, inputs, errors, gates: as in `memory_ops.MemoryState`; they are copied.
@@ -36,6 +39,22 @@ class Pen:
         self.of_M, self.of_S, self.filled = of_M, of_S, filled
         self.weights = [layer[:, :width] for layer, width in zip(self.layers, self.widths, strict=True)]
         self.inputs = self.slots.split([*self.widths, 3], dim=-1)[:-1]
+
+        self._last: weakref.ref | None = None
+
+    def moved_to(self, state):
+        """The state, which from now on is the one that can be written on."""
+        self._last = weakref.ref(state)
+        return state
+
+    def retire(self) -> None:
+        """Serve no state any more."""
+        self._last = None
+
+    def serves(self, state) -> bool:
+        """Whether the state can be written on here and now; tensors of inference mode cannot outside of it."""
+        own = self._last is not None and self._last() is state
+        return own and (torch.is_inference_mode_enabled() or not self.slots.is_inference())
 
     def fields(self) -> dict[str, tuple[Tensor, ...]]:
         """The buffers as fields of a `MemoryState`."""

@@ -38,6 +38,10 @@ class Tail:
         tail._buffer, tail._end, tail.size, tail._cursor = buffer, end, size, cursor
         return tail
 
+    def __reduce__(self):
+        """Copies and pickles do not append where this tail does."""
+        return Tail._in, (self._buffer, self._end, self.size, None)
+
     @property
     def values(self) -> Tensor:
         return self._buffer[:, self._end - self.size : self._end]
@@ -82,7 +86,8 @@ class Tail:
             new: [B, T, ...].
             lengths: [B] how many of the new tokens each row has; None means all.
         """
-        T = new.shape[1]
+        T, new = new.shape[1], new.to(self._buffer.dtype)  # under autocast they may differ
+        self._retire()
         if lengths is not None or T > ROOM or torch.is_grad_enabled() or torch.compiler.is_compiling():
             extended = torch.cat((self.values, new), dim=1)
             return extended, Tail(_last(extended, lengths, self.size))
@@ -91,6 +96,11 @@ class Tail:
         home._buffer[:, home._end : end] = new
         home._cursor.end = end
         return home._buffer[:, end - T - self.size : end], Tail._in(home._buffer, end, self.size, home._cursor)
+
+    def _retire(self) -> None:
+        """What autograd may keep of the buffer is not written on later."""
+        if torch.is_grad_enabled() and self._cursor is not None:
+            self._cursor.end = -1
 
     def _may_append(self, T: int) -> bool:
         return (
@@ -104,7 +114,8 @@ class Tail:
         """`go_on` for new tokens whose last axis comes in parts, without joining more of them than the tail keeps."""
         T = new[0].shape[1]
         if lengths is None and self.size <= T:
-            return Tail(torch.cat([x[:, T - self.size :] for x in new], dim=-1))
+            self._retire()
+            return Tail(torch.cat([x[:, T - self.size :] for x in new], dim=-1).to(self._buffer.dtype))
         return self.go_on(torch.cat(list(new), dim=-1), lengths)[1]
 
 
