@@ -64,7 +64,7 @@ def test_two_processes_see_the_losses_of_one(mode, variant, launched):
     assert report[variant]["class"] == {"ddp": "DistributedDataParallel", "fsdp": "FSDPTitansForCausalLM"}[mode]
     expected, _ = one_process(variant)
     assert len(expected) == 20
-    assert report[variant]["losses"] == pytest.approx(expected, abs=1e-4)
+    assert report[variant]["losses"] == pytest.approx(expected, abs=1e-5)
 
 
 @both_modes
@@ -74,7 +74,7 @@ def test_their_checkpoint_loads_in_one_process(mode, variant, launched):
     _, model = one_process(variant)
     ids = random_ids(2, 13)
     with torch.no_grad():
-        assert_close(loaded(ids).logits, model.eval()(ids).logits, 1e-3)
+        assert_close(loaded(ids).logits, model.eval()(ids).logits, 1e-8)
     auto_map = json.loads((launched(mode) / variant / "config.json").read_text())["auto_map"]
     assert auto_map["AutoModelForCausalLM"] == "modeling_titans.TitansForCausalLM"
     assert (launched(mode) / variant / "modeling_titans.py").exists()

@@ -29,7 +29,7 @@ def make_accelerator(mode: str) -> Accelerator:
 
 def train(variant: str, accelerator: Accelerator | None = None) -> tuple[list[float], torch.nn.Module]:
     """The losses of the whole batch, step by step, and the model; without an accelerator, in this process alone."""
-    model = tiny_model(variant, torch.float32).train()
+    model = tiny_model(variant).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rows = [random_ids(1, 13, seed=i)[0] for i in range(STEPS * BATCH)]
     size = BATCH if accelerator is None else BATCH // accelerator.num_processes
