@@ -70,6 +70,10 @@ def layer_times(case: Case, backward: bool, repeats: int) -> list[dict]:
     timers = {name: partial(seconds_of, pass_through, read, x, backward) for name, read in readers.items()}
     measured = "forward and backward" if backward else "forward"
     times = interleaved(timers, repeats, f"{case}, {measured}")
+    return layer_rows(case, measured, times, lambda seconds: {"milliseconds": round(1e3 * seconds, 1)})
+
+
+def layer_rows(case: Case, measured: str, found: dict[str, float], figure: Callable[[float], dict]) -> list[dict]:
     return [
         dict(
             section="layer",
@@ -77,27 +81,16 @@ def layer_times(case: Case, backward: bool, repeats: int) -> list[dict]:
             tokens=case.tokens,
             expansion=case.expansion,
             measured=measured,
-            milliseconds=round(1e3 * seconds, 1),
-            times_ours=round(seconds / times["titans-hf"], 2),
+            **figure(value),
+            times_ours=round(value / found["titans-hf"], 2),
         )
-        for name, seconds in times.items()
+        for name, value in found.items()
     ]
 
 
 def layer_memory(case: Case) -> list[dict]:
     found = {name: max(0.1, peak_memory(case, name)) for name in LAYERS}  # a small case fits into what was there
-    return [
-        dict(
-            section="layer",
-            implementation=name,
-            tokens=case.tokens,
-            expansion=case.expansion,
-            measured="peak memory",
-            mebibytes=round(mebibytes, 1),
-            times_ours=round(mebibytes / found["titans-hf"], 2),
-        )
-        for name, mebibytes in found.items()
-    ]
+    return layer_rows(case, "peak memory", found, lambda mebibytes: {"mebibytes": round(mebibytes, 1)})
 
 
 def peak_memory(case: Case, name: str) -> float:

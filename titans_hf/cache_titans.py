@@ -69,8 +69,8 @@ class LayerCarry:
 
     Attributes:
         memory: weights, momentum and the open chunk, always with its open-chunk fields.
-        tails: inputs of the convolution, keys and values of the window or the segment, and
-            in the last layer the model's outputs.
+        tails: inputs of the convolution, keys and values of the window or the segment, and in the last layer the
+            model's outputs.
         fixed: tensors that no token changes: attention's prefix.
         segment_weights: MAC's memory at the start of the open segment.
     """
@@ -490,7 +490,7 @@ class TitansCacheLayer(CacheLayerMixin):
         unwritten = (dropped & (log.kind == WRITTEN)).sum(1)
         log.kind = log.kind.masked_fill(dropped, PADDING)
         if bool((unwritten <= memory.length).all()) and self._same_segment(removed):
-            self.carry.memory = replace(memory, length=memory.length - unwritten, pen=None)
+            self.carry.memory = replace(memory, length=memory.length - unwritten)
         else:
             self.carry.memory, self.carry.segment_weights = log.replay(log.kind)
         occupied = (log.kind > PADDING).any(0).nonzero()

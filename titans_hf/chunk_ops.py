@@ -150,6 +150,12 @@ class Write:
             found[1].append((S * kept).baddbmm_(*_rows_scaled(x, to_S, d), alpha=-1))
         return [*found[0], *found[1]]
 
+    def capped_errors(self) -> list[Tensor]:
+        """Per layer the errors with the cap, [G, C, out]."""
+        if self.scale is None:
+            return self.D
+        return [d * scale[..., None] for d, scale in zip(self.D, self.scale, strict=True)]
+
     def capped(self, coefficients: Tensor, layer: int) -> Tensor:
         """Coefficients [G, t, C] of the gradients, with the cap."""
         return coefficients if self.scale is None else coefficients * self.scale[layer][:, None]

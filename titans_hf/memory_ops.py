@@ -265,7 +265,7 @@ class MemoryState:
 
     def settled(self) -> "MemoryState":
         """The same state in tensors that hold nothing else."""
-        return self.map(compact) if self.pen is None else self
+        return self if self.pen is not None and self.pen.serves(self) else self.map(compact)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the state, in the order `map` visits them."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .chunk_ops import negligible
+from .chunk_ops import Write, negligible
 
 
 class Pen:
@@ -39,7 +39,6 @@ class Pen:
         self.of_M, self.of_S, self.filled = of_M, of_S, filled
         self.weights = [layer[:, :width] for layer, width in zip(self.layers, self.widths, strict=True)]
         self.inputs = self.slots.split([*self.widths, 3], dim=-1)[:-1]
-
         self._last: weakref.ref | None = None
 
     def moved_to(self, state):
@@ -67,9 +66,9 @@ class Pen:
 
     def write(self, k: Tensor, v: Tensor, gates: list[Tensor], max_surprise: float | None) -> None:
         """A key and value [G, 1, D] with gates [G, 1]."""
-        X, D = _factors(self.weights, k, v, max_surprise)
-        self.slots[:, self.filled] = torch.cat((*(x[:, 0] for x in X), *gates), dim=-1)
-        for layer, width, d in zip(self.layers, self.widths, D, strict=True):
+        factors = Write(self.weights, k, v, max_surprise)
+        self.slots[:, self.filled] = torch.cat((*(x[:, 0] for x in factors.X), *gates), dim=-1)
+        for layer, width, d in zip(self.layers, self.widths, factors.capped_errors(), strict=True):
             layer[:, 2 * width + self.filled] = d[:, 0]
         theta, eta, alpha = gates
         of_S = self.of_S * eta  # Eq. 14, and below Eq. 13, for the shares
@@ -101,22 +100,3 @@ class Pen:
         width, layer, a = self.widths[i], self.layers[i], self.inputs[i][:, : self.filled]
         W, S, g = layer[:, : 2 * width + self.filled].split((width, width, self.filled), dim=1)
         return (W * of_W).addcmul_(S, of_S).baddbmm_((a * of_u.mT).mT, g).unflatten(0, self.batch)
-
-
-def _factors(weights: list[Tensor], k: Tensor, v: Tensor, max_surprise: float | None):
-    """Per layer the key's input [G, 1, in] and the capped error [G, 1, out] at the chunk-start weights (Eq. 12)."""
-    X, Z = [k], []
-    for W in weights[:-1]:
-        Z.append(torch.bmm(X[-1], W))
-        X.append(F.silu(Z[-1]))
-    D = [torch.baddbmm(v, X[-1], weights[-1], beta=-2, alpha=2)]
-    for W, z in zip(reversed(weights[1:]), reversed(Z), strict=True):
-        D.insert(0, torch.ops.aten.silu_backward(torch.bmm(D[0], W.mT), z))
-    if max_surprise is not None:
-        D = [_capped(x, d, max_surprise) for x, d in zip(X, D, strict=True)]
-    return X, D
-
-
-def _capped(x: Tensor, d: Tensor, max_surprise: float) -> Tensor:
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True) * torch.linalg.vector_norm(d, dim=-1, keepdim=True)
-    return d * (max_surprise / norm.clamp_(min=max_surprise))

@@ -26,37 +26,35 @@ class Tail:
     They lie in a buffer with room behind them. Going on writes there, where no older tail looks: a decoding step copies
     no more than its token. What goes on from the same tail a second time, or from one that is shared, moves to a buffer
     of its own. Under autograd, while compiling, and where rows have different numbers of tokens, everything is copied.
+
+    Attributes:
+        buffer: what is kept in memory for it.
     """
 
     def __init__(self, values: Tensor):
         self.size = values.shape[1]
-        self._buffer, self._end, self._cursor = values, self.size, None
+        self.buffer, self._end, self._cursor = values, self.size, None
 
     @classmethod
     def _in(cls, buffer: Tensor, end: int, size: int, cursor: _Cursor | None) -> "Tail":
         tail = cls.__new__(cls)
-        tail._buffer, tail._end, tail.size, tail._cursor = buffer, end, size, cursor
+        tail.buffer, tail._end, tail.size, tail._cursor = buffer, end, size, cursor
         return tail
 
     def __reduce__(self):
         """Copies and pickles do not append where this tail does."""
-        return Tail._in, (self._buffer, self._end, self.size, None)
+        return Tail._in, (self.buffer, self._end, self.size, None)
 
     @property
     def values(self) -> Tensor:
-        return self._buffer[:, self._end - self.size : self._end]
-
-    @property
-    def buffer(self) -> Tensor:
-        """What is kept in memory for it."""
-        return self._buffer
+        return self.last(self.size)
 
     def last(self, count: int) -> Tensor:
-        return self._buffer[:, self._end - count : self._end]
+        return self.buffer[:, self._end - count : self._end]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "Tail":
         """Apply a batch operation."""
-        return Tail._in(fn(self._buffer), self._end, self.size, None)
+        return Tail._in(fn(self.buffer), self._end, self.size, None)
 
     def select(self, rows: Tensor, other: "Tail") -> "Tail":
         """Rows of this tail where `rows` [B] is True, rows of `other` elsewhere."""
@@ -86,16 +84,16 @@ class Tail:
             new: [B, T, ...].
             lengths: [B] how many of the new tokens each row has; None means all.
         """
-        T, new = new.shape[1], new.to(self._buffer.dtype)  # under autocast they may differ
+        T, new = new.shape[1], new.to(self.buffer.dtype)  # under autocast they may differ
         self._retire()
         if lengths is not None or T > ROOM or torch.is_grad_enabled() or torch.compiler.is_compiling():
             extended = torch.cat((self.values, new), dim=1)
             return extended, Tail(_last(extended, lengths, self.size))
         home = self if self._may_append(T) else self._moved()
         end = home._end + T
-        home._buffer[:, home._end : end] = new
+        home.buffer[:, home._end : end] = new
         home._cursor.end = end
-        return home._buffer[:, end - T - self.size : end], Tail._in(home._buffer, end, self.size, home._cursor)
+        return home.buffer[:, end - T - self.size : end], Tail._in(home.buffer, end, self.size, home._cursor)
 
     def _retire(self) -> None:
         """What autograd may keep of the buffer is not written on later."""
@@ -106,8 +104,8 @@ class Tail:
         return (
             self._cursor is not None
             and self._cursor.end == self._end
-            and self._end + T <= self._buffer.shape[1]
-            and (torch.is_inference_mode_enabled() or not self._buffer.is_inference())
+            and self._end + T <= self.buffer.shape[1]
+            and (torch.is_inference_mode_enabled() or not self.buffer.is_inference())
         )
 
     def after(self, new: Sequence[Tensor], lengths: Tensor | None = None) -> "Tail":
@@ -115,7 +113,7 @@ class Tail:
         T = new[0].shape[1]
         if lengths is None and self.size <= T:
             self._retire()
-            return Tail(torch.cat([x[:, T - self.size :] for x in new], dim=-1).to(self._buffer.dtype))
+            return Tail(torch.cat([x[:, T - self.size :] for x in new], dim=-1).to(self.buffer.dtype))
         return self.go_on(torch.cat(list(new), dim=-1), lengths)[1]
 
 
