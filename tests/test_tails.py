@@ -33,6 +33,8 @@ def test_two_ways_on_from_one_tail_do_not_meet():
     for step in range(3 * ROOM):
         _, first = first.go_on(tokens(100 + step, 1))
         _, second = second.go_on(tokens(500 + step, 1))
+        assert first.values[0, -1] == 100 + step
+        assert second.values[0, -1] == 500 + step
     assert torch.equal(trunk.values, tokens(0, 5))
     assert torch.equal(first.values, tokens(100 + 3 * ROOM - 5, 5))
     assert torch.equal(second.values, tokens(500 + 3 * ROOM - 5, 5))
