@@ -220,8 +220,8 @@ class MemoryState:
             return self.weights, self.momentum
         last = (self.length - 1).clamp(min=0)[:, None]
         with without_autocast(self.length):
-            end = _coefficients(*self.gates, rows=last)
-            weights, momentum = _advance(self.weights, self.momentum, self.inputs, self.errors, end)
+            end = chunk_coefficients(*self.gates, rows=last)
+            weights, momentum = advance(self.weights, self.momentum, self.inputs, self.errors, end)
         read = self.length > 0
         return (
             tuple(where_rows(read, now, start) for now, start in zip(weights, self.weights, strict=True)),
@@ -277,7 +277,7 @@ class MemoryState:
 # The chunk form
 
 
-class _Coefficients(NamedTuple):
+class Coefficients(NamedTuple):
     """What a token's memory is made of: `M_t = A M_0 + B S_0 - sum C_i u_i`, `S_t = m S_0 - sum N_i u_i`."""
 
     A: Tensor  # [B, H, Q, 1]
@@ -286,8 +286,8 @@ class _Coefficients(NamedTuple):
     m: Tensor  # [B, H, Q, 1]
     N: Tensor  # [B, H, Q, n]
 
-    def last(self) -> "_Coefficients":
-        return _Coefficients(*(field[..., -1:, :] for field in self))
+    def last(self) -> "Coefficients":
+        return Coefficients(*(field[..., -1:, :] for field in self))
 
 
 def _segment_products(gate: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ def _segment_products(gate: Tensor) -> Tensor:
     return without_dust(factors.cumprod(-2).masked_fill(column > token + 1, 0.0))
 
 
-def _coefficients(theta: Tensor, eta: Tensor, alpha: Tensor, rows: Tensor | None = None) -> _Coefficients:
+def chunk_coefficients(theta: Tensor, eta: Tensor, alpha: Tensor, rows: Tensor | None = None) -> Coefficients:
     """Coefficients of the tokens of one chunk, from its gates [B, H, n]; `rows` [B, Q] picks tokens, None means all."""
     decay, momentum = _segment_products(1 - alpha), _segment_products(eta)
     end = momentum
@@ -312,10 +312,10 @@ def _coefficients(theta: Tensor, eta: Tensor, alpha: Tensor, rows: Tensor | None
         decay, end = decay.gather(2, index), momentum.gather(2, index)
     mixed = decay[..., 1:] @ momentum  # [B, H, Q, 1 + n]
     step = theta[..., None, :]
-    return _Coefficients(decay[..., :1], mixed[..., :1], mixed[..., 1:] * step, end[..., :1], end[..., 1:] * step)
+    return Coefficients(decay[..., :1], mixed[..., :1], mixed[..., 1:] * step, end[..., :1], end[..., 1:] * step)
 
 
-def _gradient_factors(
+def gradient_factors(
     weights: tuple[Tensor, ...], k: Tensor, v: Tensor, max_surprise: float | None
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Factors `a`, `g` of the gradients `u = a g^T` of `|M(k) - v|^2` at the given weights (Eq. 12), token by token."""
@@ -341,7 +341,7 @@ def _cap(a: Tensor, g: Tensor, max_surprise: float) -> Tensor:
     return max_surprise * squared_norm.clamp(min=max_surprise**2).rsqrt()
 
 
-def _read(weights, momentum, inputs, errors, coefficients: _Coefficients, q: Tensor) -> Tensor:
+def read_tokens(weights, momentum, inputs, errors, coefficients: Coefficients, q: Tensor) -> Tensor:
     """Each query through its own token's memory (Eq. 15), without forming that memory."""
     A, B, C = coefficients[:3]
     x = q
@@ -352,7 +352,7 @@ def _read(weights, momentum, inputs, errors, coefficients: _Coefficients, q: Ten
     return x
 
 
-def _advance(weights, momentum, inputs, errors, end: _Coefficients) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def advance(weights, momentum, inputs, errors, end: Coefficients) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Weights and momentum after the one token whose coefficients are given."""
     new_weights, new_momentum = [], []
     for W, S, a, g in zip(weights, momentum, inputs, errors, strict=True):
@@ -365,10 +365,10 @@ def _advance(weights, momentum, inputs, errors, end: _Coefficients) -> tuple[tup
 
 def _chunk(weights, momentum, q, k, v, theta, eta, alpha, max_surprise):
     """One chunk from its boundary: outputs, and weights and momentum after its last token."""
-    inputs, errors = _gradient_factors(weights, k, v, max_surprise)
-    coefficients = _coefficients(theta, eta, alpha)
-    y = _read(weights, momentum, inputs, errors, coefficients, q)
-    return y, *_advance(weights, momentum, inputs, errors, coefficients.last())
+    inputs, errors = gradient_factors(weights, k, v, max_surprise)
+    coefficients = chunk_coefficients(theta, eta, alpha)
+    y = read_tokens(weights, momentum, inputs, errors, coefficients, q)
+    return y, *advance(weights, momentum, inputs, errors, coefficients.last())
 
 
 def _fill_slots(buffer: Tensor, new: Tensor, length: Tensor) -> Tensor:
@@ -398,14 +398,14 @@ def extend_chunk(state, q, k, v, theta, eta, alpha, counts: Tensor | None, max_s
         opened = _with_pen(state)
         if opened is not None:
             return _step(opened, q, k, v, (theta, eta, alpha), max_surprise)
-    new_inputs, new_errors = _gradient_factors(state.weights, k, v, max_surprise)
+    new_inputs, new_errors = gradient_factors(state.weights, k, v, max_surprise)
     inputs = tuple(_fill_slots(*pair, state.length) for pair in zip(state.inputs, new_inputs, strict=True))
     errors = tuple(_fill_slots(*pair, state.length) for pair in zip(state.errors, new_errors, strict=True))
     gates = tuple(_fill_slots(*pair, state.length) for pair in zip(state.gates, (theta, eta, alpha), strict=True))
 
     slots = state.length[:, None] + torch.arange(n, device=q.device)
-    coefficients = _coefficients(*gates, rows=slots.clamp(max=C - 1))
-    y = _read(state.weights, state.momentum, inputs, errors, coefficients, q)
+    coefficients = chunk_coefficients(*gates, rows=slots.clamp(max=C - 1))
+    y = read_tokens(state.weights, state.momentum, inputs, errors, coefficients, q)
 
     length = state.length + (n if counts is None else counts)
     state = MemoryState(state.weights, state.momentum, inputs, errors, gates, length)
@@ -429,7 +429,7 @@ def _with_pen(state: MemoryState) -> MemoryState | None:
     if places is None or len(set(places)) > 1:
         return None
     if places[0]:
-        end = _coefficients(*state.gates, rows=(state.length - 1)[:, None])
+        end = chunk_coefficients(*state.gates, rows=(state.length - 1)[:, None])
         of_M, of_S = (end.A, end.B, -end.C), (torch.zeros_like(end.A), end.m, -end.N)
         of_M, of_S = (torch.cat(parts, dim=-1).flatten(0, 2) for parts in (of_M, of_S))
     else:

@@ -170,11 +170,7 @@ SEGMENT_TAILS = ("segment_keys", "segment_values")  # of pairs: the retrieved to
 
 
 class MemoryAsContext(nn.Module):
-    """MAC: what the memory holds for a segment stands before it in attention's context (Section 4.1, Eqs. 21-25).
-
-    The memory's keys start equal to its queries. Without that, it first learns which values were written, and only much
-    later under which keys.
-    """
+    """MAC: what the memory holds for a segment stands before it in attention's context (Section 4.1, Eqs. 21-25)."""
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__()

@@ -40,8 +40,9 @@ from .cache_titans import LOG_LIMIT, REWIND, Step, TitansCache, TitansCacheLayer
 from .configuration_titans import TitansConfig
 from .documents_titans import Documents, find_documents
 from .memory_ops import PackedRows
-from .mixers_titans import MIXERS, BranchNorm, MemoryAsContext, Mixed
-from .neural_memory import CausalConv, MemoryStart, TitansRMSNorm, WriteGates
+from .mixers_titans import MIXERS, BranchNorm, Mixed
+from .neural_memory import CausalConv, MemoryStart, NeuralMemory, TitansRMSNorm, WriteGates
+from .surprise import SurpriseTrace, trace
 from .tails import Tail
 
 OUTPUT = "output"  # the tail of a cache's last layer that keeps the model's last outputs
@@ -138,14 +139,13 @@ class TitansPreTrainedModel(PreTrainedModel):
             init.zeros_(module.proj.weight)
             init.copy_(module.proj.bias, module.start_bias())
         elif isinstance(module, CausalConv):
-            bound = module.weight.shape[1] ** -0.5
-            init.uniform_(module.weight, -bound, bound)
+            init.copy_(module.weight, module.start())
         elif isinstance(module, SegmentAttention):
             if _is_fresh(module.k_proj.weight):
                 init.copy_(module.k_proj.weight, module.keys_like_queries())
-        elif isinstance(module, MemoryAsContext):
-            if _is_fresh(module.memory.k_proj.weight):
-                init.copy_(module.memory.k_proj.weight, module.memory.q_proj.weight)
+        elif isinstance(module, NeuralMemory):
+            if _is_fresh(module.k_proj.weight):
+                init.copy_(module.k_proj.weight, module.q_proj.weight)
         elif isinstance(module, BranchNorm):
             init.constant_(module.weight, self.config.hidden_size * self.config.initializer_range**2)
         elif isinstance(module, MemoryStart):
@@ -175,6 +175,25 @@ class TitansPreTrainedModel(PreTrainedModel):
             for file in (__file__, *get_relative_import_files(__file__)):
                 shutil.copy(file, save_directory)
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+
+    def trace_surprise(
+        self,
+        input_ids: Tensor,
+        past_key_values: TitansCache | None = None,
+        tokenizer=None,
+        memory_read_only: bool = False,
+        piece: int = 1024,
+    ) -> SurpriseTrace:
+        """Read one text and note what every memory makes of every token: surprise, gates, size.
+
+        Args:
+            input_ids: [tokens] or [1, tokens].
+            past_key_values: a cache to go on from; it is updated. Without one the text starts from nothing.
+            tokenizer: to show the text with the numbers.
+            memory_read_only: look at the surprise without writing.
+            piece: tokens to read at a time; the result is the same for any number.
+        """
+        return trace(self, input_ids, past_key_values, tokenizer, memory_read_only, piece)
 
 
 class TitansModel(TitansPreTrainedModel):

@@ -51,12 +51,28 @@ class GatedNorm(TitansRMSNorm):
 
 
 class CausalConv(nn.Module):
-    """The weights of a causal depthwise convolution over tokens."""
+    """The weights of a causal depthwise convolution over tokens, of queries, keys and values side by side.
+
+    Queries start at their own token and, half as much, the one before; keys start one token further back; values at
+    their own. As keys and queries start with the same projection, what is written is from the first step on "this value
+    came after that token", and found again when that token returns: recall is learned many times sooner. Values start
+    at half their size: at full size ordinary text ran into the cap on surprise (2 to 16 tokens of a hundred).
+    """
 
     def __init__(self, channels: int, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, width))
         self.reach = width - 1
+
+    def start(self) -> Tensor:
+        """Weights to start from, [channels, reach + 1], with a little noise to tell channels apart."""
+        channels, width = self.weight.shape
+        taps = torch.zeros(3, width + 2)  # queries, keys, values; two columns further back than the convolution looks
+        taps[0, -2:] = torch.tensor([0.5, 1.0])
+        taps[1] = taps[0].roll(-1) if width > 1 else taps[0]
+        taps[2, -1] = 0.5
+        noise = torch.rand(channels, width) - 0.5
+        return taps[:, -width:].repeat_interleave(channels // 3, dim=0) + 0.4 * width**-0.5 * noise
 
     def forward(self, channels: int) -> Tensor:
         """Those of the first channels, [reach + 1, channels]. Offloading brings them in when the module is called."""
@@ -152,7 +168,7 @@ class Written:
 
 
 class NeuralMemory(nn.Module):
-    """The long-term memory as a sequence layer.
+    """The long-term memory as a sequence layer. Its keys start equal to its queries, one token back (`CausalConv`).
 
     >>> memory = NeuralMemory(TitansConfig(hidden_size=64, num_attention_heads=2))
     >>> carry = memory.begin(batch_size=3)

@@ -1,0 +1,240 @@
+"""What the memory made of a text: its surprise at every token, its gates and its size (Section 3.1).
+
+The surprise of a token is the memory's own loss before it is written, `|M_{t-1}(k_t) - v_t|^2` (Eq. 12). `trace` reads
+a text as the model always does and looks on from outside: nothing is computed otherwise than without it.
+
+Axis letters: L layers of the model, H memory heads, T tokens, D head width, n tokens of one chunk.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .cache_titans import TitansCache
+from .memory_ops import (
+    Coefficients,
+    MemoryState,
+    advance,
+    chunk_coefficients,
+    gradient_factors,
+    read_tokens,
+    recall,
+)
+from .neural_memory import NeuralMemory
+
+FIELDS = ("surprise", "scale", "theta", "eta", "alpha", "norm")
+
+
+@dataclass
+class SurpriseTrace:
+    """What every memory of a model saw of one text; each field is [L, H, T], in float32 or better, on the CPU.
+
+    Attributes:
+        surprise: the loss `|M(k) - v|^2` of the token before it was written, with the memory as it was then.
+        scale: `|v|^2`, the loss that a memory without content has: `surprise / scale` is 1 where nothing was known.
+        theta, eta, alpha: the gates the token was written with: step, momentum decay, forgetting.
+        norm: the norm of the memory's weights after the token, over its depth.
+        tokens: the text of each token, if a tokenizer was given.
+    """
+
+    surprise: Tensor
+    scale: Tensor
+    theta: Tensor
+    eta: Tensor
+    alpha: Tensor
+    norm: Tensor
+    tokens: list[str] | None = None
+
+    def __len__(self) -> int:
+        return self.surprise.shape[-1]
+
+    def __repr__(self) -> str:
+        layers, heads, tokens = self.surprise.shape
+        mean = self.per_token().mean().item() if tokens else float("nan")
+        return f"SurpriseTrace({tokens:,} tokens, {layers} layers, {heads} heads, mean relative surprise {mean:.3f})"
+
+    def relative(self) -> Tensor:
+        """[L, H, T] surprise in units of the token's own size: 0 where it was foreseen, 1 where nothing was known."""
+        return self.surprise / self.scale.clamp(min=torch.finfo(self.scale.dtype).tiny)
+
+    def per_token(self, layer: int | None = None) -> Tensor:
+        """[T] relative surprise of one layer (its heads together), or the mean of all layers."""
+        ratio = self.surprise.sum(1) / self.scale.sum(1).clamp(min=torch.finfo(self.scale.dtype).tiny)  # [L, T]
+        return ratio.mean(0) if layer is None else ratio[layer]
+
+    def __add__(self, later: "SurpriseTrace") -> "SurpriseTrace":
+        """The trace of two texts read one after the other."""
+        fields = [torch.cat((getattr(self, name), getattr(later, name)), dim=-1) for name in FIELDS]
+        both = self.tokens is not None and later.tokens is not None
+        return SurpriseTrace(*fields, tokens=self.tokens + later.tokens if both else None)
+
+    def __getitem__(self, part: slice) -> "SurpriseTrace":
+        """The trace of some of the tokens."""
+        fields = [getattr(self, name)[..., part] for name in FIELDS]
+        return SurpriseTrace(*fields, tokens=None if self.tokens is None else self.tokens[part])
+
+    def __rich__(self):
+        from .surprise_views import terminal_view
+
+        return terminal_view(self)
+
+    def show(self) -> None:
+        """Print the text, coloured by surprise, and a line for each layer."""
+        from .surprise_views import terminal
+
+        terminal().print(self)
+
+    def _repr_html_(self) -> str:
+        from .surprise_views import html_view
+
+        return html_view(self)
+
+    def save_html(self, path: str | os.PathLike, title: str = "Surprise") -> None:
+        """Write the coloured text as a page of its own."""
+        from .surprise_views import html_page, write_whole
+
+        page = html_page(self, title)
+        write_whole(path, lambda file: file.write_text(page, encoding="utf-8"))
+
+    def save_png(self, path: str | os.PathLike, title: str = "Surprise") -> None:
+        """Draw surprise by layer and head, gates and the memory's size, over the tokens."""
+        from .surprise_views import figure, write_whole
+
+        drawing = figure(self, title)
+        write_whole(path, lambda file: drawing.savefig(file, format="png"))
+
+
+def trace(
+    model: nn.Module,
+    input_ids: Tensor,
+    past_key_values: TitansCache | None = None,
+    tokenizer=None,
+    memory_read_only: bool = False,
+    piece: int = 1024,
+) -> SurpriseTrace:
+    """Read one text, [T] or [1, T], in pieces, and watch; see `TitansPreTrainedModel.trace_surprise`."""
+    rows = input_ids[None] if input_ids.dim() == 1 else input_ids
+    if rows.dim() != 2 or rows.shape[0] != 1 or not rows.shape[1]:
+        raise ValueError(f"`input_ids` must be one text, [tokens] or [1, tokens], got shape {tuple(input_ids.shape)}")
+    if piece < 1:
+        raise ValueError(f"`piece` must be at least 1 token, got {piece}")
+    stack = model.base_model
+    rows = rows.to(stack.embed_tokens.weight.device)
+    cache = TitansCache(model.config) if past_key_values is None else past_key_values
+    tokens = None if tokenizer is None else token_texts(tokenizer, rows[0].tolist())
+    memories = [layer.mixer.memory for layer in stack.layers]
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), _watched(memories) as seen:
+            for part in rows.split(piece, dim=1):
+                stack(part, past_key_values=cache, use_cache=True, memory_read_only=memory_read_only)
+    finally:
+        model.train(training)
+    fields = {name: torch.stack([torch.cat([x[name] for x in parts], dim=-1) for parts in seen]) for name in FIELDS}
+    return SurpriseTrace(**fields, tokens=tokens)
+
+
+def token_texts(tokenizer, ids: list[int]) -> list[str]:
+    """What each token adds to the text. Bytes of one character stand with the token that completes it."""
+    texts, known, pending = [], [], []
+    for token in ids:
+        pending.append(token)
+        context, text = (tokenizer.decode(x, clean_up_tokenization_spaces=False) for x in (known, known + pending))
+        whole = not text.endswith("\ufffd") or len(pending) == 4
+        texts.append(text[len(context) :] if whole else "")
+        if whole:
+            known, pending = pending, []
+    return texts
+
+
+@contextmanager
+def _watched(memories: list[NeuralMemory]) -> Iterator[list[list[dict[str, Tensor]]]]:
+    """While this lasts, note for every memory what it reads: per call, each field as [H, T]."""
+    seen = [[] for _ in memories]
+    hooks = [
+        memory.register_forward_hook(_note_into(parts), with_kwargs=True)
+        for memory, parts in zip(memories, seen, strict=True)
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _note_into(parts: list[dict[str, Tensor]]):
+    def note(memory: NeuralMemory, args: tuple, options: dict, output: tuple) -> None:
+        if "chunk_size" in options:  # the persistent tokens, which every text begins with
+            return
+        _, carry, lengths, read_only = args
+        written = output[2]
+        real = slice(None if lengths is None else int(lengths[0]))
+        k, v = (x[:, real].transpose(1, 2) for x in (written.k, written.v))  # [1, H, T, D]
+        gates = written.gates[:, real].permute(2, 0, 3, 1)  # [3, 1, H, T]
+        look = _look_back if read_only else _look_on
+        found = look(carry.state, k, v, gates, memory.chunk_size, memory.max_surprise)
+        parts.append({name: x[0].cpu() for name, x in zip(FIELDS, found, strict=True)})
+
+    return note
+
+
+def _look_on(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor, chunk_size: int, max_surprise: float | None):
+    """The fields of a trace, each [B, H, T], for tokens that are written from the given state on."""
+    k, v, gates = (x.to(state.weights[0].dtype) for x in (k, v, gates))
+    state = state.opened(chunk_size)
+    weights, momentum, place = state.weights, state.momentum, int(state.length[0])
+    start, found = 0, []
+    while start < k.shape[2]:
+        part = slice(start, start + chunk_size - place)
+        inputs, errors = gradient_factors(weights, k[:, :, part], v[:, :, part], max_surprise)
+        open_gates = gates[..., part]
+        if place:  # the chunk was open: its first tokens belong to it
+            inputs = _behind(state.inputs, inputs, place, dim=-2)
+            errors = _behind(state.errors, errors, place, dim=-2)
+            open_gates = _behind(state.gates, open_gates, place, dim=-1)
+        after = chunk_coefficients(*open_gates)
+        answers = read_tokens(weights, momentum, inputs, errors, _before(after, place), k[:, :, part])
+        norm = _norms(weights, momentum, inputs, errors, after)[..., place:]
+        found.append(((answers - v[:, :, part]).square().sum(-1), norm))
+        weights, momentum = advance(weights, momentum, inputs, errors, after.last())
+        start, place = part.stop, 0
+    surprise, norm = (torch.cat(parts, dim=-1) for parts in zip(*found))
+    return surprise, v.square().sum(-1), *gates, norm
+
+
+def _look_back(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor, *_):
+    """The same for tokens that are only read with: the memory stays as it is, no gate is used."""
+    weights, _ = state.current()
+    answers = recall(weights, k.transpose(1, 2)).transpose(1, 2)
+    norm = sum(W.square().sum((-2, -1)) for W in weights).sqrt()[..., None].expand(k.shape[:3])
+    return (answers - v).square().sum(-1), v.square().sum(-1), *torch.zeros_like(gates), norm
+
+
+def _behind(old: tuple[Tensor, ...], new: tuple[Tensor, ...] | Tensor, place: int, dim: int) -> tuple[Tensor, ...]:
+    """The open chunk's first `place` tokens with the new ones behind them."""
+    return tuple(torch.cat((x.narrow(dim, 0, place), y), dim) for x, y in zip(old, new, strict=True))
+
+
+def _before(after: Coefficients, place: int) -> Coefficients:
+    """The memory that each token from `place` on finds: its predecessor's, and the chunk's start for the first."""
+    start = Coefficients(*(torch.zeros_like(x[..., :1, :]) for x in after))
+    start = start._replace(A=torch.ones_like(start.A), m=torch.ones_like(start.m))
+    return Coefficients(*(torch.cat((x, y[..., :-1, :]), -2)[..., place:, :] for x, y in zip(start, after)))
+
+
+def _norms(weights, momentum, inputs, errors, after: Coefficients) -> Tensor:
+    """[B, H, n] the norm of `M_t = A W + B S - sum C_i u_i` over the memory's depth, without forming any `M_t`."""
+    A, B, C = after.A[..., 0], after.B[..., 0], after.C
+    total = 0.0
+    for W, S, a, g in zip(weights, momentum, inputs, errors, strict=True):
+        WW, SS, WS = ((x * y).sum((-2, -1))[..., None] for x, y in ((W, W), (S, S), (W, S)))  # [B, H, 1]
+        Wu, Su = (((a @ x) * g).sum(-1, keepdim=True) for x in (W, S))  # [B, H, n, 1]
+        uu = (a @ a.mT) * (g @ g.mT)  # [B, H, n, n]
+        u_part = ((C @ uu) * C).sum(-1) - 2 * A * (C @ Wu)[..., 0] - 2 * B * (C @ Su)[..., 0]
+        total = total + A.square() * WW + B.square() * SS + 2 * A * B * WS + u_part
+    return total.clamp(min=0).sqrt()
