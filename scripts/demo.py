@@ -1,251 +1,245 @@
-"""Train a small Titans on a CPU in about a minute, save it, load it back and let it write.
+"""A tour of titans-hf in about four minutes on a CPU, with nothing to download.
 
-The text is the language reference that every Python carries (`pydoc_data.topics`): real English, nothing to download.
-The last tenth is held out. The seed fixes the weights, the batches and the sample; with a time budget, the number of
-steps still depends on the machine, and `--steps` fixes that too.
+Trains a tokenizer and a small Titans on the language reference that every Python carries, saves it and loads it back,
+lets it write, has it remember facts far beyond its attention window, draws its surprise, and runs lm-eval on held-out
+text. Every step can be repeated alone:
 
-    python scripts/demo.py --variant mag --seconds 120
+    python scripts/demo.py --only remember
 
-Axes: B rows of a batch, T tokens of a row, N tokens of a text.
+Axis letters: N tokens of a text or row.
 """
 
 import argparse
-import math
+import json
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, set_seed
+from corpus import encode, read_corpus, train_tokenizer
+from facts import Facts, recall, stretches
+from rich.console import Console
+from rich.table import Table
+from small_model import FACTS, WINDOW, Budget, build_model, draw_losses, perplexity, train_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+    set_seed,
+)
 from transformers.utils.logging import disable_progress_bar
 
-from titans_hf import TitansConfig, TitansForCausalLM
+from titans_hf import TitansCache, TitansForCausalLM
 
-END, PAD = "<|end|>", "<|pad|>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-VOCAB_SIZE = 1024
-BATCH_SIZE = 8
-ROW_LENGTH = 128
-PEAK_LR = 4e-3
+GAP = 500  # tokens between the facts and the questions, at the test
+TASK = "titans_held_out"
 
 
 @dataclass
-class Budget:
-    """How much training there is: `steps` if given, else `seconds` on the clock from now."""
+class Step:
+    """One step of the tour: what was found, and the command that finds it again."""
 
-    seconds: float
-    steps: int | None = None
-    taken: int = 0
-    start: float = field(default_factory=time.perf_counter)
-
-    @property
-    def elapsed(self) -> float:
-        return time.perf_counter() - self.start
-
-    @property
-    def spent(self) -> float:
-        """The fraction used up, from 0 to 1."""
-        return min(1.0, self.taken / self.steps if self.steps else self.elapsed / self.seconds)
+    name: str
+    figure: str
+    command: str
 
 
-@dataclass
-class Summary:
-    """What the demo found out."""
-
-    variant: str
-    parameters: int
-    steps: int
-    tokens_per_second: float
-    perplexity_before: float
-    perplexity_after: float
-    reload_difference: float
-    out: Path
-    sample: str
-
-    def __str__(self) -> str:
-        rows = {
-            "model": f"Titans {self.variant}, {self.parameters:,} parameters",
-            "training": f"{self.steps} steps, {self.tokens_per_second:,.0f} tokens/s",
-            "held-out perplexity": f"{self.perplexity_before:,.1f} before, {self.perplexity_after:,.1f} after",
-            "saved to": f"{self.out} (reloaded; logits differ by {self.reload_difference:.0e} at most)",
-        }
-        width = max(map(len, rows)) + 2
-        lines = [f"{name:<{width}}{value}" for name, value in rows.items()]
-        return "\n".join(["", *lines, "", "It writes:", "", self.sample])
-
-
-def read_corpus() -> tuple[str, str]:
-    """The text for training and the held-out last tenth, each paragraph kept once so that none stands in both."""
-    paragraphs = dict.fromkeys(p for topic in topics.values() for p in topic.strip().split("\n\n"))
-    text = "\n\n".join(paragraphs)
-    cut = text.rindex("\n\n", 0, len(text) * 9 // 10)
-    return text[:cut], text[cut:]
-
-
-def train_tokenizer(text: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `VOCAB_SIZE` tokens, learned from `text`."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        text.splitlines(keepends=True),
-        trainers.BpeTrainer(
-            vocab_size=VOCAB_SIZE,
-            special_tokens=[END, PAD],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=END,
-        eos_token=END,
-        pad_token=PAD,
-        padding_side="left",
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> torch.Tensor:
-    return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])  # [N]
-
-
-def build_model(variant: str, tokenizer: PreTrainedTokenizerFast) -> TitansForCausalLM:
-    config = TitansConfig(
-        variant=variant,
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=320,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        segment_size=64,
-        sliding_window=64,
-        num_persistent_tokens=4,
-        memory_chunk_size=32,
-        memory_depth=2,
-        memory_expansion=1,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return TitansForCausalLM(config)
-
-
-def random_rows(tokens: torch.Tensor) -> torch.Tensor:
-    """`BATCH_SIZE` stretches of `tokens`, each from a random place."""
-    starts = torch.randint(len(tokens) - ROW_LENGTH + 1, (BATCH_SIZE, 1))
-    return tokens[starts + torch.arange(ROW_LENGTH)]  # [B, T]
-
-
-def learning_rate(spent: float, warmup: float = 0.05) -> float:
-    """A short linear warm-up, then half a cosine down to a tenth of the peak."""
-    if spent < warmup:
-        return PEAK_LR * (0.1 + 0.9 * spent / warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * (spent - warmup) / (1 - warmup)))
-    return PEAK_LR * (0.1 + 0.9 * cosine)
-
-
-def train(model: TitansForCausalLM, tokens: torch.Tensor, budget: Budget) -> float:
-    """Train until the budget is spent, and return the tokens read per second."""
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
-    bar = tqdm(total=1.0, desc="training", bar_format="{l_bar}{bar}| {elapsed}{postfix}")
-    with bar:
-        while (spent := budget.spent) < 1:
-            rows = random_rows(tokens)
-            loss = model(input_ids=rows, labels=rows).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(spent)
-            optimizer.step()
-            optimizer.zero_grad()
-            budget.taken += 1
-            bar.set_postfix_str(f"step {budget.taken}, loss {loss.item():.3f}", refresh=False)
-            bar.update(budget.spent - bar.n)
-    return budget.taken * BATCH_SIZE * ROW_LENGTH / budget.elapsed
-
-
-@torch.no_grad()
-def perplexity(model: TitansForCausalLM, tokens: torch.Tensor) -> float:
-    """Per-token perplexity over `tokens` cut into rows of `ROW_LENGTH`; a last, shorter row is left out."""
-    model.eval()
-    rows = tokens[: len(tokens) // ROW_LENGTH * ROW_LENGTH].view(-1, ROW_LENGTH)  # [B, T]
-    losses = [model(input_ids=batch, labels=batch).loss * len(batch) for batch in rows.split(BATCH_SIZE)]
-    return math.exp(torch.stack(losses).sum().item() / len(rows))
-
-
-@torch.no_grad()
-def reload_and_compare(model: TitansForCausalLM, tokens: torch.Tensor, out: Path) -> tuple[TitansForCausalLM, float]:
-    """Load the saved model as a stranger would, and refuse it if its logits are not the trained model's."""
-    reloaded = AutoModelForCausalLM.from_pretrained(out)
-    row = tokens[None, :ROW_LENGTH]  # [1, T]
-    expected, actual = model.eval()(input_ids=row).logits, reloaded.eval()(input_ids=row).logits
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-    return reloaded, (actual - expected).abs().max().item()
-
-
-def write(model: TitansForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    output = model.generate(**inputs, max_new_tokens=120, do_sample=True, temperature=0.7, top_k=40)
-    return tokenizer.decode(output[0], skip_special_tokens=True)
-
-
-def run(args: argparse.Namespace) -> Summary:
-    disable_progress_bar()  # saving and loading take no time here; the bar to watch is the training's
-    set_seed(args.seed)
-    train_text, held_out_text = read_corpus()
-    tokenizer = train_tokenizer(train_text)
-    tokens, held_out = encode(tokenizer, train_text), encode(tokenizer, held_out_text)
+def train(args: argparse.Namespace) -> Step:
+    text, held_out = read_corpus()
+    tokenizer = train_tokenizer(text)
+    tokens, held_out_tokens = encode(tokenizer, text), encode(tokenizer, held_out)
     model = build_model(args.variant, tokenizer)
-    print(f"Titans {args.variant}: {len(tokens):,} tokens to train on, {len(held_out):,} held out")
-
-    before = perplexity(model, held_out)
+    print(f"Titans {args.variant}, {model.num_parameters():,} parameters, attention window {WINDOW}")
+    print(f"{len(tokens):,} tokens to train on, {len(held_out_tokens):,} held out")
+    before = perplexity(model, held_out_tokens)
     budget = Budget(args.seconds, args.steps)
-    tokens_per_second = train(model, tokens, budget)
-    after = perplexity(model, held_out)
-
+    curve = train_model(model, tokens, Facts.of(tokenizer), budget)
+    rate = sum(point["tokens"] for point in curve) / budget.elapsed
+    after = perplexity(model, held_out_tokens)
+    args.out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    reloaded, difference = reload_and_compare(model, held_out, args.out)
-    set_seed(args.seed)
-    sample = write(reloaded, AutoTokenizer.from_pretrained(args.out), args.prompt)
-    return Summary(
-        variant=args.variant,
-        parameters=model.num_parameters(),
-        steps=budget.taken,
-        tokens_per_second=tokens_per_second,
-        perplexity_before=before,
-        perplexity_after=after,
-        reload_difference=difference,
-        out=args.out,
-        sample=sample,
+    draw_losses(curve, args.out / "loss.png")
+    found = f"held-out perplexity {before:,.0f} -> {after:,.1f}; {budget.taken} steps, {rate:,.0f} tokens/s, loss.png"
+    return Step("train", found, f"{args.again} --only train --steps {budget.taken}")
+
+
+def load(out: Path) -> tuple[PreTrainedTokenizerBase, TitansForCausalLM]:
+    """The saved model, as a stranger would load it."""
+    return AutoTokenizer.from_pretrained(out), AutoModelForCausalLM.from_pretrained(out).eval()
+
+
+def load_again(args: argparse.Namespace) -> Step:
+    started = time.perf_counter()
+    tokenizer, model = load(args.out)
+    seconds = time.perf_counter() - started
+    held_out = perplexity(model, encode(tokenizer, read_corpus()[1]))
+    figure = f"{type(model).__name__} by AutoModelForCausalLM in {seconds:.1f} s, held-out perplexity {held_out:,.1f}"
+    return Step("load", figure, f"{args.again} --only load")
+
+
+def write(args: argparse.Namespace) -> Step:
+    tokenizer, model = load(args.out)
+    inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False)
+    options = {"max_new_tokens": 120, "do_sample": True, "temperature": 0.7, "top_k": 40}
+    started = time.perf_counter()
+    ids = model.generate(**inputs, **options, streamer=TextStreamer(tokenizer, skip_special_tokens=True))
+    new = ids.shape[1] - inputs.input_ids.shape[1]
+    return Step(
+        "generate", f"{new} tokens, {new / (time.perf_counter() - started):,.0f}/s", f"{args.again} --only generate"
     )
+
+
+def remember(args: argparse.Namespace) -> Step:
+    """Facts, pages of other text, then the questions, far outside the attention window."""
+    tokenizer, model = load(args.out)
+    facts, held_out = Facts.of(tokenizer), encode(tokenizer, read_corpus()[1])
+    generator = torch.Generator().manual_seed(args.seed)
+    ids, asked = facts.rows(stretches(held_out, 32, GAP, generator), FACTS, generator)
+    with_memory, without = (recall(model, ids, asked, read_only) for read_only in (False, True))
+
+    text = ids[0, : facts.width(FACTS) + GAP]
+    (args.out / "facts.txt").write_text(tokenizer.decode(text), encoding="utf-8")
+    cache = TitansCache(model.config)
+    with torch.no_grad():
+        model(text[None], past_key_values=cache)
+    cache.save(args.out / "facts.safetensors", model, {"model": str(args.out.resolve()), "dtype": "float32"})
+    show_answers(tokenizer, ids[0], asked[0], model)
+    first = tokenizer.decode(ids[0, 1:3])
+    print(f"ask it yourself: titans ask --memory {args.out}/facts.safetensors $'\\n{first}' --max-new-tokens 1")
+    figure = (
+        f"{100 * with_memory:.0f} % of {FACTS} facts recalled {GAP} tokens later (window {WINDOW}); "
+        f"memory never written {100 * without:.0f} %, chance {100 * facts.chance:.0f} %"
+    )
+    return Step("remember", figure, f"{args.again} --only remember")
+
+
+@torch.no_grad()
+def show_answers(tokenizer, ids: torch.Tensor, asked: torch.Tensor, model: TitansForCausalLM) -> None:
+    found = model(ids[None], use_cache=False).logits[0].argmax(-1)
+    answers = []
+    for place in asked.nonzero().flatten().tolist():
+        name, wanted, got = (tokenizer.decode(x).strip() for x in (ids[place - 2], ids[place], found[place - 1]))
+        answers.append(f"{name} = {got}" + ("" if got == wanted else f" (was {wanted})"))
+    print(f"read {FACTS} facts and {GAP} tokens of other text; it answers: " + ", ".join(answers))
+
+
+def surprise(args: argparse.Namespace) -> Step:
+    """The surprise at facts when they are new, and when they return."""
+    tokenizer, model = load(args.out)
+    facts, held_out = Facts.of(tokenizer), encode(tokenizer, read_corpus()[1])
+    generator = torch.Generator().manual_seed(args.seed)
+    ids, asked = facts.rows(stretches(held_out, 1, 48, generator), FACTS, generator)
+    trace = model.trace_surprise(ids, tokenizer=tokenizer)
+    trace.show()
+    trace.save_png(args.out / "surprise.png", f"Surprise of a small {args.variant}: facts, other text, facts again")
+    trace.save_html(args.out / "surprise.html")
+    known = trace.per_token()
+    new = known[3 : facts.width(FACTS) : 4].mean().item()
+    again = known[asked[0]].mean().item()
+    figure = f"{new:.2f} at new facts, {again:.2f} when they return (1: nothing known); surprise.png, surprise.html"
+    return Step("surprise", figure, f"{args.again} --only surprise")
+
+
+def evaluate(args: argparse.Namespace) -> Step:
+    """lm-eval's own perplexity of held-out text, as a task made on the spot."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    folder = args.out / "lm_eval"
+    write_task(folder, read_corpus()[1])
+    found = lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(args.out), "max_length": 2048, "device": "cpu"},
+        tasks=[TASK],
+        task_manager=TaskManager(include_path=str(folder)),
+        bootstrap_iters=0,
+    )
+    results = found["results"][TASK]
+    bits, per_byte = (results[f"{name},none"] for name in ("bits_per_byte", "byte_perplexity"))
+    command = (
+        f"lm_eval --model hf --model_args pretrained={args.out},trust_remote_code=True,max_length=2048 "
+        f"--include_path {folder} --tasks {TASK}"
+    )
+    return Step("evaluate", f"lm-eval: {bits:.3f} bits per byte, byte perplexity {per_byte:.2f}, held out", command)
+
+
+def write_task(folder: Path, text: str, length: int = 4000) -> None:
+    """A task of lm-eval that reads `text` in documents of about `length` characters."""
+    folder.mkdir(parents=True, exist_ok=True)
+    documents, held = [], ""
+    for paragraph in text.split("\n\n"):
+        held += paragraph + "\n\n"
+        if len(held) >= length:
+            documents.append(held.strip())
+            held = ""
+    data = folder / "held_out.jsonl"
+    data.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")
+    task = {
+        "task": TASK,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data.resolve())}},
+        "test_split": "test",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [
+            {"metric": name, "aggregation": aggregation, "higher_is_better": False}
+            for name, aggregation in (("byte_perplexity", "weighted_perplexity"), ("bits_per_byte", "bits_per_byte"))
+        ],
+    }
+    (folder / f"{TASK}.yaml").write_text(json.dumps(task, indent=1) + "\n")  # which is YAML, too
+
+
+STEPS: dict[str, Callable[[argparse.Namespace], Step]] = {
+    "train": train,
+    "load": load_again,
+    "generate": write,
+    "remember": remember,
+    "surprise": surprise,
+    "evaluate": evaluate,
+}
+
+
+def show(steps: list[Step], seconds: float) -> None:
+    table = Table("step", title=f"titans-hf in {seconds / 60:.1f} minutes", show_lines=True)
+    for heading in ("figure", "the same again"):
+        table.add_column(heading, overflow="fold")
+    for step in steps:
+        table.add_row(step.name, step.figure, step.command)
+    Console().print(table)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--variant", choices=["mac", "mag", "mal", "lmm"], default="mac")
-    parser.add_argument("--seconds", type=float, default=60, help="time to train for (default: 60)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", choices=["mac", "mag", "mal", "lmm"], default="mag")
+    parser.add_argument("--seconds", type=float, default=110, help="time to train for (default: 110)")
     parser.add_argument("--steps", type=int, help="train for this many steps instead")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where to save (default: runs/demo)")
+    parser.add_argument("--only", choices=list(STEPS), help="repeat one step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompt", default="A function definition")
     args = parser.parse_args(argv)
     if args.seconds <= 0 or (args.steps is not None and args.steps < 1):
         parser.error("--seconds and --steps must be positive")
+    if args.only not in (None, "train") and not (args.out / "config.json").is_file():
+        parser.error(f"there is no model in {args.out}: train one first (--only train)")
+    args.again = f"python scripts/demo.py --variant {args.variant} --out {args.out}"
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
-    print(run(parse_args(argv)))
+    args = parse_args(argv)
+    disable_progress_bar()  # saving and loading take no time here; the bar to watch is the training's
+    started, steps = time.perf_counter(), []
+    for name, run in STEPS.items():
+        if args.only in (None, name):
+            Console().rule(name)
+            set_seed(args.seed)
+            steps.append(run(args))
+    show(steps, time.perf_counter() - started)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def run(folder: Path, *command: str) -> str:
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     demo = str(ROOT / "scripts" / "demo.py")
-    run(folder, sys.executable, demo, "--variant", "mac", "--steps", "3", "--out", "runs/demo")
+    run(folder, sys.executable, demo, "--variant", "mac", "--steps", "3", "--only", "train")
     return folder
 
 

@@ -1,6 +1,7 @@
 """Every script runs, in a reduced form, and leaves the record it promises."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +13,22 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 def run(script: str, *arguments) -> str:
     command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "COLUMNS": "400"}  # tables keep each line whole
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_demo_trains_saves_loads_and_generates(tmp_path):
-    printed = run("demo.py", "--variant", "mag", "--steps", 3, "--out", tmp_path / "demo")
-    assert (tmp_path / "demo" / "model.safetensors").exists()
-    assert "perplexity" in printed
+def test_the_tour_takes_every_step_and_tells_how_to_repeat_it(tmp_path):
+    out = tmp_path / "demo"
+    printed = run("demo.py", "--steps", 6, "--out", out)
+    made = ("model.safetensors", "loss.png", "facts.txt", "facts.safetensors", "surprise.png", "surprise.html")
+    assert all((out / name).stat().st_size for name in made)
+    for figure in ("perplexity", "AutoModelForCausalLM", "% of 8 facts", "nothing known", "bits per byte"):
+        assert figure in printed
+    for step in ("train", "load", "generate", "remember", "surprise"):
+        assert f"--only {step}" in printed
+    assert "lm_eval --model hf" in printed
 
 
 def test_recall_writes_its_curve_and_accuracies(tmp_path):

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from .modeling_titans import TitansModel as TitansModel
     from .modeling_titans import TitansPreTrainedModel as TitansPreTrainedModel
     from .neural_memory import NeuralMemory as NeuralMemory
+    from .surprise import SurpriseTrace as SurpriseTrace
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "MemoryState": "memory_ops",
     "NeuralMemory": "neural_memory",
+    "SurpriseTrace": "surprise",
     "TitansCache": "cache_titans",
     "TitansConfig": "configuration_titans",
     "TitansForCausalLM": "modeling_titans",

@@ -569,10 +569,11 @@ class TitansCache(DynamicCache):
     def __getstate__(self) -> dict:
         return {**self.__dict__, "reader": None}
 
-    def save(self, path: str | os.PathLike, model: nn.Module | None = None) -> None:
+    def save(self, path: str | os.PathLike, model: nn.Module | None = None, note: dict[str, str] | None = None) -> None:
         """Write all that was read as a safetensors file, from which `TitansCache.load` goes on in another process.
 
-        The file holds a fingerprint of the model that filled the cache: the one that last read, or the one given.
+        The file holds a fingerprint of the model that filled the cache: the one that last read, or the one given. A
+        note, say where that model is, goes into the file's metadata: `snapshots.read_note` finds it, `load` ignores it.
         """
         model = model or (self.reader and self.reader())
         if self.layers[0].carry is None:
@@ -581,7 +582,7 @@ class TitansCache(DynamicCache):
             raise ValueError("the model that filled this cache is gone: pass it, `cache.save(path, model)`")
         first = self.layers[0]
         state = {"columns": first.columns, "rewindable": first.rewindable, "cursor": first.log.cursor}
-        write_snapshot(path, self._named(), state, *fingerprint(model, READING))
+        write_snapshot(path, self._named(), state, *fingerprint(model, READING), note=note)
 
     @classmethod
     def load(cls, path: str | os.PathLike, model: nn.Module) -> "TitansCache":

@@ -55,11 +55,16 @@ def difference(what: str, theirs: dict, ours: dict) -> str:
 
 
 def write_snapshot(
-    path: str | os.PathLike, tensors: dict[str, Tensor], state: dict, config: dict, weights: dict
+    path: str | os.PathLike,
+    tensors: dict[str, Tensor],
+    state: dict,
+    config: dict,
+    weights: dict,
+    note: dict[str, str] | None = None,
 ) -> None:
     """Write a snapshot under a temporary name, then give it its own: there is never half of one."""
     path = Path(path)
-    facts = {"version": VERSION, **dict(zip(PARTS, (state, config, weights), strict=True))}
+    facts = {"version": VERSION, **dict(zip(PARTS, (state, config, weights), strict=True)), "note": note or {}}
     metadata = {"format": FORMAT, **{name: json.dumps(fact) for name, fact in facts.items()}}
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -71,6 +76,21 @@ def write_snapshot(
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_note(path: str | os.PathLike) -> dict[str, str]:
+    """What its writer noted on a snapshot. Nobody vouches for it, and loading a snapshot does not look at it."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"no snapshot at {os.fspath(path)!r}")
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+        note = json.loads(metadata.get("note", "{}"))
+    except (SafetensorError, ValueError, RecursionError) as error:
+        raise ValueError(f"{os.fspath(path)!r} is damaged, or not a snapshot: {error}") from error
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{os.fspath(path)!r} is not a snapshot of a Titans memory")
+    return {name: x for name, x in note.items() if isinstance(x, str)} if isinstance(note, dict) else {}
 
 
 def read_snapshot(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict]:

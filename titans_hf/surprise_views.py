@@ -16,7 +16,7 @@ PALETTE = ((255, 255, 229), (254, 217, 118), (253, 141, 60), (227, 26, 28), (128
 LEGEND = "little surprise {low:.2f} {bar} {high:.2f} much   |M(k) - v|\N{SUPERSCRIPT TWO} / |v|\N{SUPERSCRIPT TWO}"
 NOTEBOOK_TOKENS, PAGE_TOKENS, TERMINAL_TOKENS = 2_000, 20_000, 1_500
 COLUMNS = 1_200  # of a picture; longer texts are drawn as means
-LABELLED = 70  # tokens that a picture names one by one
+LABELLED = 120  # tokens that a picture names one by one
 
 
 def needed(package: str, error: ImportError) -> ImportError:
@@ -167,13 +167,13 @@ def figure(trace, title: str):
     top, heat, gates, size = drawing.subplots(4, 1, sharex=True, height_ratios=(2, 3 + 0.1 * len(heads), 1.5, 1.5))
     drawing.suptitle(title)
     bins = max(1, -(-len(trace) // COLUMNS))
-    across = torch.arange(0, len(trace), bins) + (bins - 1) / 2
+    across = (torch.arange(0, len(trace), bins) + (bins - 1) / 2).numpy()
 
     draw_surprise(top, across, binned(trace.per_token(), bins))
     palette = LinearSegmentedColormap.from_list("surprise", [css(colour) for colour in PALETTE])
     low, high = span(heads.flatten())
     image = heat.imshow(
-        binned(heads, bins),
+        binned(heads, bins).numpy(),
         aspect="auto",
         interpolation="nearest",
         cmap=palette,
@@ -185,15 +185,18 @@ def figure(trace, title: str):
     label_heads(heat, *trace.surprise.shape[:2])
     for name, colour in (("theta", "tab:blue"), ("eta", "tab:green"), ("alpha", "tab:red")):
         meaning = {"theta": "theta, step", "eta": "eta, momentum kept", "alpha": "alpha, forgotten"}[name]
-        gates.plot(across, binned(getattr(trace, name).mean((0, 1)), bins), color=colour, lw=1, label=meaning)
+        gates.plot(across, binned(getattr(trace, name).mean((0, 1)), bins).numpy(), color=colour, lw=1, label=meaning)
     gates.set_yscale("log")
     gates.set_ylabel("gates\n(mean)")
     for layer, norm in enumerate(trace.norm.mean(1)):
-        size.plot(across, binned(norm, bins), lw=1.2, label=f"layer {layer}")
+        size.plot(across, binned(norm, bins).numpy(), lw=1.2, label=f"layer {layer}")
     size.set_ylabel("|M|\n(mean of heads)")
     for axes in (top, gates, size):
-        axes.legend(loc="center left", bbox_to_anchor=(1.005, 0.5), frameon=False, fontsize=8)
-        axes.grid(alpha=0.3)
+        axes.margins(y=0.3)
+        axes.legend(loc="lower right" if axes is top else "upper right", ncols=8, fontsize=8, framealpha=0.8)
+        axes.grid(alpha=0.3, axis="y")
+    for axes in (top, size):
+        axes.set_ylim(bottom=0)
     label_tokens(size, trace)
     return drawing
 
@@ -203,14 +206,13 @@ def binned(x: Tensor, width: int) -> Tensor:
     return torch.stack([part.mean(-1) for part in x.split(width, dim=-1)], dim=-1)
 
 
-def draw_surprise(axes, across: Tensor, surprise: Tensor) -> None:
-    axes.plot(across, surprise, color="tab:orange", lw=0.7, alpha=0.7, label="surprise")
+def draw_surprise(axes, across, surprise: Tensor) -> None:
+    axes.plot(across, surprise.numpy(), color="tab:orange", lw=0.7, alpha=0.7, label="surprise")
     window = max(1, len(surprise) // 40)
     if window > 2:
-        smooth = surprise.unfold(0, window, 1).mean(-1)
+        smooth = surprise.unfold(0, window, 1).mean(-1).numpy()
         axes.plot(across[window - 1 :], smooth, color="darkred", lw=1.6, label=f"mean of last {window} points")
     axes.axhline(1.0, color="grey", lw=0.8, ls="--", label="nothing known")
-    axes.set_ylim(bottom=0)
     axes.set_ylabel("relative surprise\n$|M(k) - v|^2 / |v|^2$")
 
 
@@ -227,7 +229,7 @@ def label_tokens(axes, trace) -> None:
         axes.set_xlabel("token")
         return
     plain = [text.replace("\n", "\N{RETURN SYMBOL}").replace("$", r"\$") for text in trace.tokens]
-    axes.set_xticks(range(len(trace)), plain, rotation=90, family="monospace", fontsize=8)
+    axes.set_xticks(range(len(trace)), plain, rotation=90, family="monospace", fontsize=min(8, 700 / len(trace)))
 
 
 def write_whole(path: str | os.PathLike, write: Callable[[Path], object]) -> None:

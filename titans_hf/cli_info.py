@@ -1,0 +1,184 @@
+"""`titans info`: what a model is and what it takes, from its configuration alone."""
+
+import copy
+import json
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .cli_support import CommandError, Dtype, load_config, quiet, size
+
+if TYPE_CHECKING:
+    import torch
+
+    from .cache_titans import TitansCacheLayer
+    from .configuration_titans import TitansConfig
+
+CONTEXTS = {"4K": 2**12, "128K": 2**17, "2M": 2**21}
+TRITON, TORCH = "Triton kernels", "chunk form in torch"
+
+
+def info(
+    name: Annotated[str, typer.Argument(metavar="NAME_OR_DIR", help="A preset, or the folder of a model.")],
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Precision; auto is the folder's, float32 for presets.")] = (
+        Dtype.auto
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Describe a preset or the folder of a model.
+
+    Tells its parameters, the bytes of its memory and of its cache, and which kernels would run. No weights are made or
+    loaded. The cache, which never grows, is set against the keys and values that full attention
+    of the same layers, heads and precision would keep.
+
+    \b
+    titans info titans-mac-340m
+    titans info runs/demo --json
+    """
+    quiet()
+    config = find_config(name)
+    facts = {"name": name, **describe(config, find_dtype(config, dtype))}
+    typer.echo(json.dumps(facts, indent=2) if as_json else "\n".join(in_words(facts)))
+
+
+def find_config(name: str) -> "TitansConfig":
+    """A folder of that name, else a preset."""
+    from .configuration_titans import PRESET_SIZES, VARIANTS, TitansConfig
+
+    presets = [f"titans-{variant}-{width}" for variant in VARIANTS for width in PRESET_SIZES]
+    if not Path(name).exists() and name in presets:
+        return TitansConfig.preset(name)
+    try:
+        return load_config(name)
+    except CommandError as error:
+        near = get_close_matches(name, presets, n=1, cutoff=0.5)
+        if Path(name).exists() or not near:
+            raise
+        raise CommandError(f"{error}; the preset nearest to it is {near[0]}") from error
+
+
+def find_dtype(config: "TitansConfig", asked: Dtype) -> "torch.dtype":
+    import torch
+
+    own = config.dtype or torch.float32
+    return (
+        getattr(torch, asked.value) if asked is not Dtype.auto else getattr(torch, own) if isinstance(own, str) else own
+    )
+
+
+def describe(config: "TitansConfig", dtype: "torch.dtype") -> dict:
+    """All that `titans info` tells, as numbers."""
+    first, last = read_one_token(config, dtype)
+    layers = config.num_hidden_layers
+    cache = (layers - 1) * layer_bytes(first) + layer_bytes(last)
+    memory = sum(x.nbytes for x in (*last.carry.memory.weights, *last.carry.memory.momentum))
+    keys = 2 * layers * config.num_key_value_heads * config.head_dim * dtype.itemsize  # and values, of one token
+    return {
+        "variant": config.variant,
+        "dtype": str(dtype).removeprefix("torch."),
+        "layers": layers,
+        "hidden_size": config.hidden_size,
+        "vocabulary": config.vocab_size,
+        "parameters": count_parameters(config),
+        "memory_state_bytes": {"per_layer": memory, "all": memory * layers},
+        "cache_bytes": cache,
+        "full_attention_cache_bytes": {
+            name: {"bytes": keys * tokens, "ratio": keys * tokens / cache} for name, tokens in CONTEXTS.items()
+        },
+        "kernels": choose_kernels(config, last),
+    }
+
+
+def on_paper(config: "TitansConfig"):
+    """The model without its numbers."""
+    import torch
+
+    from .modeling_titans import TitansForCausalLM
+
+    with torch.device("meta"):
+        return TitansForCausalLM(config).eval()
+
+
+def count_parameters(config: "TitansConfig") -> dict[str, int]:
+    """All, and all but the tables that turn tokens into vectors and back."""
+    model = on_paper(config)
+    tables = {id(x): x.numel() for x in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
+    count = model.num_parameters()
+    return {"all": count, "without_embeddings": count - sum(tables.values())}
+
+
+def read_one_token(config: "TitansConfig", dtype: "torch.dtype") -> tuple["TitansCacheLayer", "TitansCacheLayer"]:
+    """The cache of the first and of the last block after a token: all blocks but the last hold the same."""
+    import torch
+
+    from .cache_titans import TitansCache
+
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = min(2, config.num_hidden_layers)
+    config.memory_implementation = "torch"  # which serves every shape and leaves the same cache
+    cache = TitansCache(config)
+    with torch.no_grad():
+        token = torch.zeros(1, 1, dtype=torch.long, device="meta")
+        on_paper(config).to(dtype)(input_ids=token, past_key_values=cache)
+    return cache.layers[0], cache.layers[-1]
+
+
+def layer_bytes(layer: "TitansCacheLayer") -> int:
+    return sum(x.nbytes for x in layer.tensors())
+
+
+def choose_kernels(config: "TitansConfig", layer: "TitansCacheLayer") -> dict[str, str]:
+    """What would write the memory here and on a GPU, and why; the choice itself is `memory_ops`' own."""
+    import torch
+
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen, why = _chosen(config, layer, here)
+    if here.type == "cuda":
+        return {"here": chosen, "why": why}
+    there, reason = _chosen(config, layer, torch.device("cuda"))
+    return {"here": chosen, "why": why, "on_a_gpu": there, "why_there": reason}
+
+
+def _chosen(config: "TitansConfig", layer: "TitansCacheLayer", device: "torch.device") -> tuple[str, str]:
+    import torch
+
+    asked, weights = config.memory_implementation, layer.carry.memory.weights
+    if asked in ("torch", "recurrent"):
+        return (TORCH if asked == "torch" else "token loop"), f"memory_implementation={asked!r}"
+    if asked == "auto" and device.type != "cuda":
+        return TORCH, "no CUDA device"
+    try:
+        from titans_kernels import refusal
+    except ImportError as error:
+        if asked == "auto":
+            return TORCH, f"the kernels cannot be imported ({error}): pip install 'titans-hf[kernels]'"
+        return "none", f"memory_implementation='triton', and the kernels cannot be imported: {error}"
+    home = "meta" if device.type == "cuda" else device  # to which the kernels' rules are those of a GPU
+    q = torch.empty(1, 1, *weights[0].shape[1:3], dtype=weights[0].dtype, device=home)
+    unserved = refusal(weights, q, config.memory_chunk_size)
+    if unserved is None:
+        return TRITON, "they serve this memory"
+    if asked == "auto":
+        return TORCH, f"the kernels do not serve {unserved}"
+    return "none", f"memory_implementation='triton', and the kernels do not serve {unserved}"
+
+
+def in_words(facts: dict) -> list[str]:
+    """The same for people."""
+    count, memory, kernels = facts["parameters"], facts["memory_state_bytes"], facts["kernels"]
+    rows = {
+        "model": f"{facts['name']}: Titans {facts['variant']}, {facts['layers']} layers, width {facts['hidden_size']}, "
+        f"vocabulary {facts['vocabulary']:,}, {facts['dtype']}",
+        "parameters": f"{count['all']:,}; {count['without_embeddings']:,} without embeddings",
+        "memory": f"{size(memory['all'])} per sequence, weights and momentum; {size(memory['per_layer'])} per layer",
+        "cache": f"{size(facts['cache_bytes'])} per sequence, memory included, after any number of tokens",
+    }
+    for name, full in facts["full_attention_cache_bytes"].items():
+        rows[f"at {name} tokens"] = f"{size(full['bytes'])} in full attention: {full['ratio']:,.2f} times the cache"
+    rows["kernels"] = f"{kernels['here']} ({kernels['why']})"
+    if "on_a_gpu" in kernels:
+        rows["on a GPU"] = f"{kernels['on_a_gpu']} ({kernels['why_there']})"
+    width = max(map(len, rows)) + 2
+    return [f"{name:<{width}}{value}" for name, value in rows.items()]
