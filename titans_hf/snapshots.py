@@ -7,6 +7,8 @@ It is loaded only into a model with the same fingerprint, if every tensor is wha
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -62,17 +64,24 @@ def write_snapshot(
     weights: dict,
     note: dict[str, str] | None = None,
 ) -> None:
-    """Write a snapshot under a temporary name, then give it its own: there is never half of one."""
-    path = Path(path)
+    """Write a snapshot: the tensors, and the facts that `read_snapshot` finds."""
     facts = {"version": VERSION, **dict(zip(PARTS, (state, config, weights), strict=True)), "note": note or {}}
     metadata = {"format": FORMAT, **{name: json.dumps(fact) for name, fact in facts.items()}}
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
+    own = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
+    with whole_file(path) as temporary:
         temporary.touch()
         mode = temporary.stat().st_mode
-        own = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
         save_file(own, temporary, metadata)  # which refuses tensors that share memory, and hides the file from others
         temporary.chmod(mode)
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike) -> Iterator[Path]:
+    """A name to write a file under; it gets its own when it is complete. There is never half of one."""
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        yield temporary
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

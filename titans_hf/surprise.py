@@ -25,6 +25,7 @@ from .memory_ops import (
     recall,
 )
 from .neural_memory import NeuralMemory
+from .snapshots import whole_file
 
 FIELDS = ("surprise", "scale", "theta", "eta", "alpha", "norm")
 
@@ -95,17 +96,17 @@ class SurpriseTrace:
 
     def save_html(self, path: str | os.PathLike, title: str = "Surprise") -> None:
         """Write the coloured text as a page of its own."""
-        from .surprise_views import html_page, write_whole
+        from .surprise_views import html_page
 
-        page = html_page(self, title)
-        write_whole(path, lambda file: file.write_text(page, encoding="utf-8"))
+        with whole_file(path) as file:
+            file.write_text(html_page(self, title), encoding="utf-8")
 
     def save_png(self, path: str | os.PathLike, title: str = "Surprise") -> None:
         """Draw surprise by layer and head, gates and the memory's size, over the tokens."""
-        from .surprise_views import figure, write_whole
+        from .surprise_views import figure
 
-        drawing = figure(self, title)
-        write_whole(path, lambda file: drawing.savefig(file, format="png"))
+        with whole_file(path) as file:
+            figure(self, title).savefig(file, format="png")
 
 
 def trace(

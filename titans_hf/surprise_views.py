@@ -5,9 +5,7 @@ All three show relative surprise, `|M(k) - v|^2 / |v|^2`: 0 where the memory for
 """
 
 import html
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -230,14 +228,3 @@ def label_tokens(axes, trace) -> None:
         return
     plain = [text.replace("\n", "\N{RETURN SYMBOL}").replace("$", r"\$") for text in trace.tokens]
     axes.set_xticks(range(len(trace)), plain, rotation=90, family="monospace", fontsize=min(8, 700 / len(trace)))
-
-
-def write_whole(path: str | os.PathLike, write: Callable[[Path], object]) -> None:
-    """Write a file under a temporary name, then give it its own: there is never half of one."""
-    path = Path(path)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
