@@ -21,7 +21,7 @@ from corpus import encode, read_corpus, train_tokenizer
 from facts import Facts, recall, stretches
 from rich.console import Console
 from rich.table import Table
-from small_model import FACTS, WINDOW, Budget, build_model, draw_losses, perplexity, train_model
+from small_model import FACTS, WINDOW, build_model, draw_losses, perplexity, train_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -54,16 +54,16 @@ def train(args: argparse.Namespace) -> Step:
     print(f"Titans {args.variant}, {model.num_parameters():,} parameters, attention window {WINDOW}")
     print(f"{len(tokens):,} tokens to train on, {len(held_out_tokens):,} held out")
     before = perplexity(model, held_out_tokens)
-    budget = Budget(args.seconds, args.steps)
-    curve = train_model(model, tokens, Facts.of(tokenizer), budget)
-    rate = sum(point["tokens"] for point in curve) / budget.elapsed
+    started = time.perf_counter()
+    curve = train_model(model, tokens, Facts.of(tokenizer), args.steps)
+    rate = sum(point["tokens"] for point in curve) / (time.perf_counter() - started)
     after = perplexity(model, held_out_tokens)
     args.out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     draw_losses(curve, args.out / "loss.png")
-    found = f"held-out perplexity {before:,.0f} -> {after:,.1f}; {budget.taken} steps, {rate:,.0f} tokens/s, loss.png"
-    return Step("train", found, f"{args.again} --only train --steps {budget.taken}")
+    found = f"held-out perplexity {before:,.0f} -> {after:,.1f}; {args.steps} steps, {rate:,.0f} tokens/s, loss.png"
+    return Step("train", found, f"{args.again} --only train --steps {args.steps}")
 
 
 def load(out: Path) -> tuple[PreTrainedTokenizerBase, TitansForCausalLM]:
@@ -215,15 +215,14 @@ def show(steps: list[Step], seconds: float) -> None:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", choices=["mac", "mag", "mal", "lmm"], default="mag")
-    parser.add_argument("--seconds", type=float, default=110, help="time to train for (default: 110)")
-    parser.add_argument("--steps", type=int, help="train for this many steps instead")
+    parser.add_argument("--steps", type=int, default=450, help="steps to train for (default: 450)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where to save (default: runs/demo)")
     parser.add_argument("--only", choices=list(STEPS), help="repeat one step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompt", default="A function definition")
     args = parser.parse_args(argv)
-    if args.seconds <= 0 or (args.steps is not None and args.steps < 1):
-        parser.error("--seconds and --steps must be positive")
+    if args.steps < 1:
+        parser.error("--steps must be positive")
     if args.only not in (None, "train") and not (args.out / "config.json").is_file():
         parser.error(f"there is no model in {args.out}: train one first (--only train)")
     args.again = f"python scripts/demo.py --variant {args.variant} --out {args.out}"

@@ -1,21 +1,19 @@
 """The small model of the tour, and how it is trained in two minutes on a CPU.
 
-Training mixes two kinds of rows: text, and facts to be remembered (see facts.py). The first fifth of the time is facts
+Training mixes two kinds of rows: text, and facts to be remembered (see facts.py). The first fifth of the steps is facts
 alone: recall is learned in seconds when nothing else asks for attention, and hardly at all once the text does.
 
 Axis letters: B rows of a batch, N tokens of a text or row.
 """
 
 import math
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from facts import Facts, stretches
 from records import plots
-from tqdm import tqdm
+from tqdm import trange
 from transformers import PreTrainedTokenizerBase
 
 from titans_hf import TitansConfig, TitansForCausalLM
@@ -27,25 +25,6 @@ FACTS = 8
 FIRST_FACTS, FIRST_ROWS, FIRST_LENGTH = 6, 32, 66  # of a batch while facts are all there is
 FACTS_ALONE = 0.2  # of the training
 PEAK_LR = 6e-3
-
-
-@dataclass
-class Budget:
-    """How much training there is: `steps` if given, else `seconds` on the clock from now."""
-
-    seconds: float
-    steps: int | None = None
-    taken: int = 0
-    start: float = field(default_factory=time.perf_counter)
-
-    @property
-    def elapsed(self) -> float:
-        return time.perf_counter() - self.start
-
-    @property
-    def spent(self) -> float:
-        """The fraction used up, from 0 to 1."""
-        return min(1.0, self.taken / self.steps if self.steps else self.elapsed / self.seconds)
 
 
 def build_model(variant: str, tokenizer: PreTrainedTokenizerBase) -> TitansForCausalLM:
@@ -90,31 +69,29 @@ def learning_rate(spent: float, warmup: float = 0.05) -> float:
     return PEAK_LR * (0.1 + 0.9 * cosine)
 
 
-def train_model(model: TitansForCausalLM, tokens: torch.Tensor, facts: Facts, budget: Budget) -> list[dict]:
-    """Train until the budget is spent. Returns a point of the loss curve for every step."""
+def train_model(model: TitansForCausalLM, tokens: torch.Tensor, facts: Facts, steps: int) -> list[dict]:
+    """Train, and return a point of the loss curve for every step."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
     curve = []
-    with tqdm(total=1.0, desc="training", bar_format="{l_bar}{bar}| {elapsed}{postfix}") as bar:
-        while (spent := budget.spent) < 1:
-            alone = spent < FACTS_ALONE
-            ids, weight = training_batch(tokens, facts, alone)
-            logits = model(ids).logits[:, :-1]
-            losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-            losses, weight = losses.view(len(ids), -1), weight[:, 1:]
-            loss = (losses * weight).sum() / weight.sum()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(spent)
-            optimizer.step()
-            optimizer.zero_grad()
-            budget.taken += 1
-            point = {"tokens": ids.numel(), "facts": losses[weight > 0.9 if alone else weight > 1].mean().item()}
-            curve.append(point if alone else {**point, "text": losses[:TEXT_ROWS].mean().item()})
-            shown = ", ".join(f"{name} {point:.2f}" for name, point in curve[-1].items() if name != "tokens")
-            bar.set_postfix_str(f"step {budget.taken}, loss: {shown}", refresh=False)
-            bar.update(budget.spent - bar.n)
+    for step in (bar := trange(steps, desc="training")):
+        alone = step < FACTS_ALONE * steps
+        ids, weight = training_batch(tokens, facts, alone)
+        logits = model(ids).logits[:, :-1]
+        losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        losses, weight = losses.view(len(ids), -1), weight[:, 1:]
+        loss = (losses * weight).sum() / weight.sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step / steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        point = {"facts": losses[weight == weight.max()].mean().item()}
+        if not alone:
+            point["text"] = losses[:TEXT_ROWS].mean().item()
+        bar.set_postfix(point, refresh=False)
+        curve.append({"tokens": ids.numel(), **point})
     return curve
 
 

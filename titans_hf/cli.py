@@ -14,11 +14,12 @@ from . import __version__
 from .cli_chat import chat
 from .cli_info import info
 from .cli_memory import ask, remember
+from .cli_studio import studio
 from .cli_support import CommandError
 from .cli_surprise import surprise
 
 UsageError = typer.BadParameter.__base__  # typer has no public name for it
-EXPECTED = (CommandError, OSError, ValueError, RuntimeError)  # what bad input and full disks come as; the rest are bugs
+EXPECTED = (CommandError, OSError, ValueError, RuntimeError, ImportError)  # bad input, full disks, missing extras
 
 
 def complain(where: str, message: object) -> None:
@@ -91,7 +92,7 @@ def titans(
         typer.echo(context.get_help())
 
 
-for command in (info, remember, ask, chat, surprise):
+for command in (info, remember, ask, chat, surprise, studio):
     app.command()(command)
 
 

@@ -186,6 +186,8 @@ class TitansPreTrainedModel(PreTrainedModel):
     ) -> SurpriseTrace:
         """Read one text and note what every memory makes of every token: surprise, gates, size.
 
+        Hooks on the memories do it: no other thread may use the model meanwhile.
+
         Args:
             input_ids: [tokens] or [1, tokens].
             past_key_values: a cache to go on from; it is updated. Without one the text starts from nothing.

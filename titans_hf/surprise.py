@@ -63,9 +63,9 @@ class SurpriseTrace:
         return self.surprise / self.scale.clamp(min=torch.finfo(self.scale.dtype).tiny)
 
     def per_token(self, layer: int | None = None) -> Tensor:
-        """[T] relative surprise of one layer (its heads together), or the mean of all layers."""
-        ratio = self.surprise.sum(1) / self.scale.sum(1).clamp(min=torch.finfo(self.scale.dtype).tiny)  # [L, T]
-        return ratio.mean(0) if layer is None else ratio[layer]
+        """[T] relative surprise of one layer, or the mean of all: the median of its heads, as one may run wild."""
+        by_layer = self.relative().median(dim=1).values  # [L, T]
+        return by_layer.mean(0) if layer is None else by_layer[layer]
 
     def __add__(self, later: "SurpriseTrace") -> "SurpriseTrace":
         """The trace of two texts read one after the other."""

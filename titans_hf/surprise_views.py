@@ -1,7 +1,8 @@
 """A `SurpriseTrace` to look at: in the terminal (rich), as a page, and as a picture (matplotlib).
 
 All three show relative surprise, `|M(k) - v|^2 / |v|^2`: 0 where the memory foresaw the token, 1 where it knew nothing
-(a memory that is wrong has more). Colours span the text's own 2nd to 98th percentile; the legend says which that are.
+(a memory that is wrong has more). Colours span the text's own 2nd to 98th percentile, up to 2: a single head that has
+run wild would hide all others. The legend says which values that are.
 """
 
 import html
@@ -12,6 +13,7 @@ from torch import Tensor
 
 PALETTE = ((255, 255, 229), (254, 217, 118), (253, 141, 60), (227, 26, 28), (128, 0, 38))  # little to much surprise
 LEGEND = "little surprise {low:.2f} {bar} {high:.2f} much   |M(k) - v|\N{SUPERSCRIPT TWO} / |v|\N{SUPERSCRIPT TWO}"
+WILD = 2.0
 NOTEBOOK_TOKENS, PAGE_TOKENS, TERMINAL_TOKENS = 2_000, 20_000, 1_500
 COLUMNS = 1_200  # of a picture; longer texts are drawn as means
 LABELLED = 120  # tokens that a picture names one by one
@@ -24,7 +26,7 @@ def needed(package: str, error: ImportError) -> ImportError:
 def span(values: Tensor) -> tuple[float, float]:
     """Where the colours begin and end."""
     low, high = torch.quantile(values[:100_000].double(), torch.tensor([0.02, 0.98], dtype=torch.float64)).tolist()
-    return low, max(high, low + 1e-6)
+    return low, max(min(high, WILD), low + 1e-6)
 
 
 def shade(value: float, low: float, high: float) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -193,8 +195,8 @@ def figure(trace, title: str):
         axes.margins(y=0.3)
         axes.legend(loc="lower right" if axes is top else "upper right", ncols=8, fontsize=8, framealpha=0.8)
         axes.grid(alpha=0.3, axis="y")
-    for axes in (top, size):
-        axes.set_ylim(bottom=0)
+    top.set_ylim(0, max(1.2, min(top.get_ylim()[1], 1.5 * WILD)))
+    size.set_ylim(bottom=0)
     label_tokens(size, trace)
     return drawing
 
