@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from . import __version__
 from .cli_chat import chat
+from .cli_eval import evaluate, table
 from .cli_info import info
 from .cli_memory import ask, remember
 from .cli_studio import studio
@@ -92,8 +93,9 @@ def titans(
         typer.echo(context.get_help())
 
 
-for command in (info, remember, ask, chat, surprise, studio):
+for command in (info, remember, ask, chat, surprise, studio, table):
     app.command()(command)
+app.command("eval")(evaluate)  # the word is Python's
 
 
 def main() -> None:

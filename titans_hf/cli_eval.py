@@ -1,0 +1,177 @@
+"""`titans eval` measures a model on the paper's benchmarks; `titans table` puts the records beside the paper's rows."""
+
+import logging
+import shlex
+import sys
+from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .cli_support import CommandError, DeviceOption, Dtype, DtypeOption, check_output, load, say
+from .eval_files import VARIABLE
+
+
+class Suite(str, Enum):
+    table1 = "table1"
+
+
+class Format(str, Enum):
+    markdown, csv, png = "markdown", "csv", "png"
+
+
+SUFFIXES = {".md": Format.markdown, ".csv": Format.csv, ".png": Format.png}
+
+
+def evaluate(
+    model: Annotated[
+        str, typer.Argument(metavar="DIR", help="Folder of the model, or the Hub name of a downloaded one.")
+    ],
+    suite: Annotated[Suite, typer.Option("--suite", help="What to measure: the paper's Table 1.")] = Suite.table1,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--data-dir", metavar="PATH", envvar=VARIABLE, help="Read the documents from files; left out, from the Hub."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Score the first N documents of each task.")
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", min=1, help="Inputs side by side; results differ by rounding.")
+    ] = 8,
+    tasks: Annotated[
+        str | None, typer.Option("--tasks", metavar="A,B", help="Some of the suite's tasks, by lm-eval's names.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="The record; left out, MODEL-SUITE.json, here.")
+    ] = None,
+    dtype: DtypeOption = Dtype.auto,
+    device: DeviceOption = "auto",
+) -> None:
+    """Measure a model on the paper's benchmarks, with lm-eval's tasks and metrics.
+
+    Table 1 is WikiText-2, LAMBADA, PIQA, HellaSwag, WinoGrande, ARC, Social IQa and BoolQ, zero-shot, and the mean of
+    the eight accuracies. No input is cut, and long ones are read in bounded memory. Writes a record: what was found,
+    on what data, by which versions.
+
+    \b
+    titans eval runs/demo --limit 100
+    titans eval runs/demo --data-dir data/lm_eval --tasks wikitext,piqa --out demo.json
+    """
+    for package in ("lm_eval", "datasets"):
+        if find_spec(package) is None:
+            raise CommandError(f"titans eval needs {package}: pip install 'titans-hf[eval]'")
+    from .eval_files import check_files, data_folder
+    from .evaluation import choose_tasks
+
+    chosen, folder = choose_tasks(suite.value, split_names(tasks)), data_folder(data_dir)
+    if folder is not None:
+        check_files(chosen, folder)
+    out = out or Path(f"{Path(model).resolve().name}-{suite.value}.json")
+    check_record_output(out)
+    loaded = load(model, None, dtype, device)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    from .eval_records import write_record
+    from .evaluation import evaluate as run
+
+    record = run(
+        loaded.model,
+        loaded.tokenizer,
+        suite=suite.value,
+        tasks=chosen,
+        data_dir=folder,
+        limit=limit,
+        batch_size=batch_size,
+        name=model,
+        command=shlex.join(["titans", *sys.argv[1:]]),
+    )
+    write_record(out, record)
+    show(record)
+    say(f"record: {out}")
+
+
+def split_names(text: str | None) -> list[str] | None:
+    return None if text is None else [name for name in text.replace(",", " ").split() if name]
+
+
+def check_record_output(out: Path) -> None:
+    """A record may take the place of a record, not of another file."""
+    from .eval_records import read_record
+
+    check_output(out, memory=False)
+    if out.exists():
+        try:
+            read_record(out)
+        except ValueError as error:
+            raise CommandError(f"{out} exists and is not a record: choose another name with --out") from error
+
+
+def show(record: dict) -> None:
+    """The figures of a record, a line each."""
+    from .evaluation import SUITES
+    from .paper_tables import paper_table
+    from .tables import figure, unit
+
+    table = paper_table(SUITES[record["suite"]])
+    typer.echo(f"{'':<42}{'stderr':>10}  documents")
+    for column in table.columns:
+        if column.key not in record["metrics"]:
+            continue
+        found, data = record["metrics"][column.key], record["data"].get(column.task)
+        value, error = (
+            "-" if found[name] is None else figure(found[name], table.decimals) for name in ("value", "stderr")
+        )
+        documents = f"{data['documents']:,} of {data['total']:,}" if data else ""
+        name = f"{column.name} {unit(column)}"
+        typer.echo(f"{name:<14}{column.task or '':<16}{value:>12}{error:>10}  {documents}".rstrip())
+
+
+def table(
+    records: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RECORD]...", help="Records of `titans eval`.")
+    ] = None,
+    number: Annotated[int, typer.Option("--table", help="The paper's table: 1, 2 or 5.")] = 1,
+    kind: Annotated[
+        Format | None, typer.Option("--format", help="Left out, what --out ends in says it; else markdown.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Left out, it is printed (not a picture).")
+    ] = None,
+) -> None:
+    """Put our records beside the paper's rows.
+
+    Table 1: language modelling and common-sense reasoning. Table 2: needles in a haystack. Table 5: ablations, whose
+    columns are means of the other two. Without a record, the paper's rows alone.
+
+    \b
+    titans table demo-table1.json --out table1.md
+    titans table *.json --table 1 --format png --out table1.png
+    """
+    from .eval_records import read_record
+    from .paper_tables import paper_table
+    from .tables import markdown, our_rows, to_csv, write_text
+
+    kind = kind or (SUFFIXES.get(out.suffix, Format.markdown) if out else Format.markdown)
+    if out is None and kind is Format.png:
+        raise typer.BadParameter("a picture needs a file: pass --out FILE.png", param_hint="--out")
+    if out is not None:
+        check_output(out, memory=False)
+    wanted, found = paper_table(number), [read_record(path) for path in records or []]
+    for path, record in zip(records or [], found):
+        if not our_rows([record], wanted):
+            say(f"{path} has nothing for Table {number}: it is of the suite {record['suite']}")
+    if kind is Format.png:
+        from .table_plots import save_png
+
+        save_png(out, wanted, found)
+    else:
+        text = markdown(wanted, found) if kind is Format.markdown else to_csv(wanted, found)
+        if out is None:
+            typer.echo(text, nl=False)
+        else:
+            write_text(out, text)
+    if out is not None:
+        say(f"saved: {out}")
