@@ -13,12 +13,13 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from corpus import encode, read_corpus, train_tokenizer
 from facts import Facts, recall, stretches
+from records import write_record
 from rich.console import Console
 from rich.table import Table
 from small_model import FACTS, WINDOW, build_model, draw_losses, perplexity, train_model
@@ -239,6 +240,8 @@ def main(argv: list[str] | None = None) -> None:
             set_seed(args.seed)
             steps.append(run(args))
     show(steps, time.perf_counter() - started)
+    if args.only is None:
+        write_record(args.out / "tour", minutes=(time.perf_counter() - started) / 60, steps=[asdict(s) for s in steps])
 
 
 if __name__ == "__main__":

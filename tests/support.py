@@ -1,5 +1,7 @@
 """Tiny models and tensors with pairwise different sizes, and the one way in which tests compare numbers."""
 
+import signal
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -108,3 +110,8 @@ def memory_inputs(B=2, T=19, H=3, D=5, depth=2, expansion=2, dtype=torch.float64
     momentum = tuple(0.1 * normal(*W.shape) for W in weights)
     tokens = [x.to(dtype) for x in (q, k, v, theta, eta, alpha)]
     return tokens, MemoryState(tuple(W.to(dtype) for W in weights), tuple(S.to(dtype) for S in momentum))
+
+
+def hears_ctrl_c() -> None:
+    """For `preexec_fn`: what was started in the background of a shell ignores Ctrl-C, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import TOLERANCE, VARIANTS, assert_close, every_variant, tiny_config, tiny_model
+from support import TOLERANCE, VARIANTS, assert_close, every_variant, hears_ctrl_c, tiny_config, tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TextStreamer, set_seed
 from transformers.utils import logging as of_transformers
@@ -691,12 +691,12 @@ def test_ctrl_c_while_reading_leaves_no_file(home, tmp_path):
     command = [sys.executable, "-m", "titans_hf.cli", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, **pipes) as process:
+    with subprocess.Popen(command, env=environment, preexec_fn=hears_ctrl_c, **pipes) as process:
         for _ in range(10):  # more than the pipe and the first windows hold: it is in the middle of the text
             process.stdin.write(TEXT.encode())
             process.stdin.flush()
         process.send_signal(signal.SIGINT)
-        out, error = process.stdout.read(), process.stderr.read()
+        out, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
     assert out == b""
     assert error.decode().splitlines()[-1] == "titans: interrupted"

@@ -29,6 +29,7 @@ def test_the_tour_takes_every_step_and_tells_how_to_repeat_it(tmp_path):
     for step in ("train", "load", "generate", "remember", "surprise"):
         assert f"--only {step}" in printed
     assert "lm_eval --model hf" in printed
+    assert len(json.loads((out / "tour.json").read_text())["steps"]) == 6
 
 
 def test_recall_writes_its_curve_and_accuracies(tmp_path):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support import tiny_model
+from support import hears_ctrl_c, tiny_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -287,7 +287,7 @@ def test_ctrl_c_ends_the_page_and_nothing_is_left(folder, memory, studio, tmp_pa
     command = [sys.executable, "-m", "titans_hf.cli", "studio", "--model", folder, "--memory", start, "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(rest)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, **pipes) as process:
+    with subprocess.Popen(command, env=environment, preexec_fn=hears_ctrl_c, **pipes) as process:
         line, told = process.stdout.readline(), [process.stderr.readline() for _ in range(2)]
         process.send_signal(signal.SIGINT)
         out, error = process.communicate(timeout=30)
