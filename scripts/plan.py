@@ -14,8 +14,9 @@ from itertools import pairwise
 import torch
 from recipe import Recipe
 from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from titans_hf import TitansConfig, TitansForCausalLM
+from titans_hf import TitansConfig
 
 # Dense bfloat16 TFLOP/s and GB, from the makers' data sheets: NVIDIA's for A100 SXM, H100 SXM, H200 SXM, HGX B200, L40S
 # and GeForce RTX 4090 (sums in float32), AMD's for MI300X. Where a sheet states sparse figures, half of them.
@@ -29,8 +30,8 @@ GPUS = {
     "mi300x": (1307, 192),
 }
 # What a layer keeps for its backward, in bytes per token and unit of width, beside chunk starts and feed-forward:
-# measured on the 170m presets under bfloat16 autocast.
-KEPT_BY_MIXER = {"mac": 145, "mag": 182, "mal": 166, "lmm": 56}
+# measured on the 170m presets, and a Llama of that width, under bfloat16 autocast.
+KEPT_BY_MIXER = {"mac": 145, "mag": 182, "mal": 166, "lmm": 56, "llama": 34}
 BYTES_PER_LOGIT = 12  # in bfloat16 and float32, their log-softmax and its gradient
 
 
@@ -70,12 +71,12 @@ class Batch:
         return self.rows * self.accumulation * self.processes * self.length
 
 
-def empty_model(config: TitansConfig) -> TitansForCausalLM:
+def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        return TitansForCausalLM(config)
+        return AutoModelForCausalLM.from_config(config)
 
 
-def count_parameters(model: TitansForCausalLM) -> Sizes:
+def count_parameters(model: PreTrainedModel) -> Sizes:
     total = model.num_parameters()
     outside = {id(p): p.numel() for p in model.get_input_embeddings().parameters()}
     outside |= {id(p): p.numel() for p in model.get_output_embeddings().parameters()}
@@ -83,7 +84,7 @@ def count_parameters(model: TitansForCausalLM) -> Sizes:
     return Sizes(total, total - sum(outside.values()), layer)
 
 
-def product_flops(model: TitansForCausalLM) -> int:
+def product_flops(model: PreTrainedModel) -> int:
     """`6 N` per token: 2 N forward and 4 N backward for the N weights of linear layers, the head's included.
 
     MAC uses some of its weights twice: retrieval has queries and an output of its own, and attention also takes keys
@@ -93,12 +94,17 @@ def product_flops(model: TitansForCausalLM) -> int:
     weights = 0
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            again = model.config.variant == "mac" and name.endswith(twice)
+            again = mixer_of(model.config) == "mac" and name.endswith(twice)
             weights += module.weight.numel() * (2 if again else 1)
     return 6 * weights
 
 
-def memory_flops(config: TitansConfig) -> int:
+def mixer_of(config: PreTrainedConfig) -> str:
+    """A Titans variant, or the family of a baseline."""
+    return getattr(config, "variant", config.model_type)
+
+
+def memory_flops(config: PreTrainedConfig) -> int:
     """The inner loop, per token of all layers. With |M| the weights of a head's memory and |M'| those behind its first
     layer, multiply-adds per token and head are
 
@@ -111,8 +117,9 @@ def memory_flops(config: TitansConfig) -> int:
     takes `8 |M| + 2 C w` for read and update, `2 |M| + 2 |M'|` for the write, a gradient through a gradient, and twice
     the gates. MAC asks the memory once more for every token, `|M|` forward and `2 |M|` backward.
     """
-    D, C = config.head_dim, config.memory_chunk_size
-    layers = list(pairwise([D, *[config.memory_expansion * D] * (config.memory_depth - 1), D]))
+    if mixer_of(config) == "llama":
+        return 0
+    C, layers = config.memory_chunk_size, memory_layers(config)
     M = sum(i * o for i, o in layers)
     deep = M - math.prod(layers[0])
     chunk = C * sum(i + o for i, o in layers)
@@ -123,14 +130,23 @@ def memory_flops(config: TitansConfig) -> int:
     return 2 * config.num_hidden_layers * config.memory_num_heads * (forward + backward + retrieval)
 
 
-def attention_flops(config: TitansConfig, length: int, half: bool) -> int:
+def memory_layers(config: TitansConfig) -> list[tuple[int, int]]:
+    """The widths at both ends of every layer of a head's memory."""
+    D = config.head_dim
+    return list(pairwise([D, *[config.memory_expansion * D] * (config.memory_depth - 1), D]))
+
+
+def attention_flops(config: PreTrainedConfig, length: int, half: bool) -> int:
     """Scores and weighted values, per token of all layers, three times for forward and backward.
 
     A MAC token meets P + 2 segments of keys. A MAG or MAL token of a row longer than its window meets P keys and three
-    blocks of half a window; the prefix's scores take further channels (`SlidingAttention._lay_out`).
+    blocks of half a window; the prefix's scores take further channels (`SlidingAttention._lay_out`). A Llama token
+    meets all keys of its row.
     """
-    if config.variant == "lmm":
+    if mixer_of(config) == "lmm":
         return 0
+    if mixer_of(config) == "llama":
+        return 2 * 3 * config.num_hidden_layers * config.num_attention_heads * length * 2 * config.head_dim
     D, P = config.head_dim, config.num_persistent_tokens
     if config.variant == "mac":
         work = (P + 2 * min(config.segment_size, length)) * 2 * D
@@ -146,7 +162,7 @@ def attention_flops(config: TitansConfig, length: int, half: bool) -> int:
     return 2 * 3 * config.num_hidden_layers * config.num_attention_heads * work
 
 
-def training_flops(model: TitansForCausalLM, length: int, half: bool = True) -> Flops:
+def training_flops(model: PreTrainedModel, length: int, half: bool = True) -> Flops:
     config = model.config
     return Flops(product_flops(model), memory_flops(config), attention_flops(config, length, half))
 
@@ -174,15 +190,16 @@ def gathered_bytes(sizes: Sizes, gpus: int) -> int:
     return 0 if gpus == 1 else 2 * (sizes.parameters - sizes.without_embeddings + 3 * sizes.per_layer)
 
 
-def activation_bytes(config: TitansConfig, tokens: int, checkpointing: bool) -> int:
+def activation_bytes(config: PreTrainedConfig, tokens: int, checkpointing: bool) -> int:
     """An estimate: what the layers keep of `tokens` tokens, then the larger of one more layer's inside and the logits.
 
     With checkpointing a layer keeps its input, and its inside when it is computed again.
     """
-    D = config.head_dim
-    M = sum(i * o for i, o in pairwise([D, *[config.memory_expansion * D] * (config.memory_depth - 1), D]))
-    chunk_starts = 8 * M * config.memory_num_heads // config.memory_chunk_size  # weights and momentum, float32
-    inside = KEPT_BY_MIXER[config.variant] * config.hidden_size + 8 * config.intermediate_size + chunk_starts
+    chunk_starts = 0
+    if mixer_of(config) != "llama":
+        M = sum(i * o for i, o in memory_layers(config))
+        chunk_starts = 8 * M * config.memory_num_heads // config.memory_chunk_size  # weights and momentum, float32
+    inside = KEPT_BY_MIXER[mixer_of(config)] * config.hidden_size + 8 * config.intermediate_size + chunk_starts
     logits = BYTES_PER_LOGIT * config.vocab_size
     layers = config.num_hidden_layers
     if checkpointing:
@@ -266,7 +283,8 @@ def make_plan(recipe: Recipe, processes: int) -> Plan:
     model = empty_model(recipe.model_config())
     sizes = count_parameters(model)
     return Plan(
-        model=recipe.model.preset or f"Titans {model.config.variant}",
+        model=recipe.model.preset
+        or f"{recipe.model.family.capitalize()} {getattr(model.config, 'variant', '')}".strip(),
         sizes=sizes,
         tokens=training.tokens,
         steps=math.ceil(training.tokens / batch.tokens),

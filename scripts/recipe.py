@@ -12,14 +12,21 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import yaml
+from transformers import LlamaConfig, PreTrainedConfig
 
 from titans_hf import TitansConfig
+
+FAMILIES = {"titans": TitansConfig, "llama": LlamaConfig}
 
 
 @dataclass
 class ModelSection:
-    """`preset` is a name for `TitansConfig.preset`; `config` are fields of `TitansConfig` that differ from it."""
+    """`config` are fields of the family's configuration that differ from its defaults, or from those of a `preset`.
 
+    The families are "titans", with names for `TitansConfig.preset`, and "llama", a baseline without presets.
+    """
+
+    family: str = "titans"
     preset: str | None = None
     config: dict = field(default_factory=dict)
 
@@ -114,20 +121,23 @@ class Recipe:
     training: TrainingSection = field(default_factory=TrainingSection)
     hardware: HardwareSection = field(default_factory=HardwareSection)
 
-    def model_config(self, **special_tokens) -> TitansConfig:
-        fields = {**self.model.config, **special_tokens}
-        return TitansConfig.preset(self.model.preset, **fields) if self.model.preset else TitansConfig(**fields)
+    def model_config(self, **special_tokens) -> PreTrainedConfig:
+        fields, kind = {**self.model.config, **special_tokens}, FAMILIES[self.model.family]
+        return kind.preset(self.model.preset, **fields) if self.model.preset else kind(**fields)
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(dataclasses.asdict(self), sort_keys=False)
 
     def check(self) -> None:
         """Raise a `ValueError` that names the first field that cannot work, and the fix."""
-        _check_name("model.config", self.model.config, [f.name for f in dataclasses.fields(TitansConfig)])
-        config = self.model_config()
         for name, choices in CHOICES.items():
             if _at(self, name) not in choices:
                 raise ValueError(f"`{name}` must be one of {', '.join(map(str, choices))}; got {_at(self, name)!r}")
+        kind = FAMILIES[self.model.family]
+        if self.model.preset and not hasattr(kind, "preset"):
+            raise ValueError(f"`model.preset` must be left out: the family {self.model.family!r} has no presets")
+        _check_name("model.config", self.model.config, [f.name for f in dataclasses.fields(kind)])
+        config = self.model_config()
         for name, (low, high) in RANGES.items():
             if not low <= _at(self, name) <= high:
                 raise ValueError(f"`{name}` must be between {low:,} and {high:,}; got {_at(self, name)}")
@@ -146,6 +156,7 @@ class Recipe:
 
 
 CHOICES = {
+    "model.family": tuple(FAMILIES),
     "data.source": ("hub", "jsonl", "text", "python"),
     "data.documents": ("file", "paragraph", "line"),
     "training.precision": ("fp32", "bf16"),

@@ -6,12 +6,14 @@
     accelerate launch --config_file scripts/recipes/accelerate/one-node.yaml \\
         scripts/train.py scripts/recipes/paper-15b.yaml
 
-A recipe's `out` gets `model/` with its tokenizer (complete or not there), `loss.png`, `recipe.yaml` and `checkpoints/`.
+A recipe's `out` gets `model/` with its tokenizer (complete or not there), `loss.png`, `recipe.yaml`, `training.json` and
+`checkpoints/`.
 `--resume` goes on from the last complete checkpoint, with the same data in the same order, to the weights of a run that
 was never interrupted. Ctrl-C ends the run behind its present step, with a checkpoint.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -26,12 +28,12 @@ from datasets.distributed import split_dataset_by_node
 from outputs import StopOnSignal, check_trackers, draw_losses, whole_folder
 from plan import Plan, make_plan
 from recipe import Recipe, first_difference, load_recipe
+from records import write_record
 from stream_trainer import COMPLETE, StreamTrainer, complete_checkpoints, perplexity, step_of, sum_losses
 from token_stream import START, TokenStream, held_out_rows, load_tokenizer, open_documents, open_tokenizer, stack_rows
-from transformers import PreTrainedTokenizerBase, TrainerState, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TrainerState, TrainingArguments, set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from titans_hf import TitansForCausalLM
 from titans_hf.snapshots import whole_file
 
 MAY_CHANGE = (  # between a run and its resumption: what the weights do not depend on
@@ -166,9 +168,9 @@ def build_trainer(
     documents = split_dataset_by_node(open_documents(data), run.rank, run.plan.batch.processes)
     set_seed(recipe.seed)
     if run.is_trained:
-        model = TitansForCausalLM.from_pretrained(run.checkpoint)
+        model = AutoModelForCausalLM.from_pretrained(run.checkpoint, dtype=torch.float32)
     else:
-        model = TitansForCausalLM(recipe.model_config(**tokens))
+        model = AutoModelForCausalLM.from_config(recipe.model_config(**tokens), dtype=torch.float32)
     return StreamTrainer(
         model,
         arguments,
@@ -196,6 +198,19 @@ def train(run: Run, trainer: StreamTrainer) -> None:
         sys.exit(130)
 
 
+def write_training_record(run: Run, trainer: StreamTrainer, held_out_perplexity: float) -> None:
+    """What the model's card says of its training."""
+    write_record(
+        run.out / "training",
+        recipe=dataclasses.asdict(run.recipe),
+        parameters=run.plan.sizes.parameters,
+        steps=trainer.state.global_step,
+        tokens=trainer.state.global_step * run.plan.batch.tokens,
+        seconds=sum(entry.get("train_runtime", 0) for entry in trainer.state.log_history),
+        held_out_perplexity=held_out_perplexity,
+    )
+
+
 def finish(run: Run, trainer: StreamTrainer) -> None:
     """Evaluate, save the model and draw the losses."""
     found = [e for e in trainer.state.log_history if "eval_perplexity" in e and e["step"] == trainer.state.global_step]
@@ -206,6 +221,7 @@ def finish(run: Run, trainer: StreamTrainer) -> None:
         if run.is_main:
             (folder / "training_args.bin").unlink()
     if run.is_main:
+        write_training_record(run, trainer, metrics["eval_perplexity"])
         drawn = draw_losses(trainer.state.log_history, run.plan.batch.tokens, run.out / "loss.png")
         print(f"held-out perplexity {metrics['eval_perplexity']:.2f}; the model is in {run.out / 'model'}")
         print(f"losses: {run.out / 'loss.png'}" if drawn else "no loss.png: matplotlib is not installed")
