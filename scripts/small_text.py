@@ -2,9 +2,9 @@
 
     python scripts/small_text.py --data DATA --out runs/small
 
-DATA holds `text/wikitext2.train.tokens` and `text/books/*.md`. Articles go through lm-eval's own detokeniser, as those of
-its test do; the rare words that WikiText-2 hides stay `<unk>`. Both kinds are shuffled together, and a byte-level BPE is
-learned from them. Writes `text.jsonl`, a document a line, and `tokenizer/`.
+DATA holds `text/wikitext2.train.tokens` and `text/books/*.md`. Articles go through lm-eval's own detokeniser, as those
+of its test do; the rare words that WikiText-2 hides stay `<unk>`. Both kinds are shuffled together, and a byte-level
+BPE is learned from them. Writes `text.jsonl`, a document a line, and `tokenizer/`.
 """
 
 import argparse
@@ -75,9 +75,8 @@ def main(argv: list[str] | None = None) -> None:
     with whole_file(args.out / "text.jsonl") as file:
         file.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents), "utf-8")
     characters = sum(map(len, documents))
-    print(
-        f"{len(articles)} articles, {len(documents) - len(articles)} of {len(chapters)} chapters, {characters:,} characters"
-    )
+    chosen = len(documents) - len(articles)
+    print(f"{len(articles)} articles, {chosen} of {len(chapters)} chapters, {characters:,} characters")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@
     accelerate launch --config_file scripts/recipes/accelerate/one-node.yaml \\
         scripts/train.py scripts/recipes/paper-15b.yaml
 
-A recipe's `out` gets `model/` with its tokenizer (complete or not there), `loss.png`, `recipe.yaml`, `training.json` and
-`checkpoints/`.
-`--resume` goes on from the last complete checkpoint, with the same data in the same order, to the weights of a run that
-was never interrupted. Ctrl-C ends the run behind its present step, with a checkpoint.
+A recipe's `out` gets `model/` with its tokenizer (complete or not there), `training.json`, `loss.png`, `recipe.yaml`
+and `checkpoints/`. `--resume` goes on from the last complete checkpoint, with the same data in the same order, to the
+weights of a run that was never interrupted. Ctrl-C ends the run behind its present step, with a checkpoint.
 """
 
 import argparse
