@@ -72,7 +72,12 @@ def _register_config(module: ModuleType) -> None:
     module.TitansConfig.register_for_auto_class()
 
 
+def _fill_card(folder, repo_id: str) -> None:
+    import_module(".cards", __name__).fill_card(folder, repo_id)
+
+
 def _register_models(module: ModuleType) -> None:
+    module.TitansPreTrainedModel._fill_card = staticmethod(_fill_card)
     for auto_class, model in (
         (transformers.AutoModel, module.TitansModel),
         (transformers.AutoModelForCausalLM, module.TitansForCausalLM),

@@ -11,10 +11,12 @@ import typer
 from typer.core import TyperGroup
 
 from . import __version__
+from .cli_card import card
 from .cli_chat import chat
 from .cli_eval import evaluate, table
 from .cli_info import info
 from .cli_memory import ask, remember
+from .cli_push import push
 from .cli_studio import studio
 from .cli_support import CommandError
 from .cli_surprise import surprise
@@ -93,7 +95,7 @@ def titans(
         typer.echo(context.get_help())
 
 
-for command in (info, remember, ask, chat, surprise, studio, table):
+for command in (info, remember, ask, chat, surprise, studio, table, card, push):
     app.command()(command)
 app.command("eval")(evaluate)  # the word is Python's
 

@@ -131,6 +131,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _can_compile_fullgraph = True
     _keep_in_fp32_modules_strict = ["memory.start"]
+    _fill_card = None  # `cards.fill_card` in titans_hf; as remote code the model leaves the card to transformers
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -175,6 +176,12 @@ class TitansPreTrainedModel(PreTrainedModel):
             for file in (__file__, *get_relative_import_files(__file__)):
                 shutil.copy(file, save_directory)
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+
+    def _upload_modified_files(self, working_dir, repo_id: str, *args, **kwargs):
+        """As in transformers, on the way to the Hub. A repository without a card gets one of this model."""
+        if self._fill_card is not None:
+            self._fill_card(working_dir, repo_id)
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
     def trace_surprise(
         self,
