@@ -2,7 +2,6 @@
 
 import json
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,8 +9,9 @@ from pathlib import Path
 import torch
 import transformers
 
-# Asked when a run begins: a long one may end on another commit.
-COMMIT = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+from titans_hf.eval_records import own_commit
+
+COMMIT = own_commit()  # asked when a run begins: a long one may end on another
 
 
 def provenance() -> dict:

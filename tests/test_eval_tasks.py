@@ -241,6 +241,7 @@ def test_a_record_says_what_was_read(record, folder):
         "variant": "mac",
         "parameters": record["model"]["parameters"],
         "dtype": "float64",
+        "memory": "on",
     }
     for task in TASKS:
         data = record["data"][task]

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import every_variant
+from support import VARIANTS, every_variant
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from titans_hf import TitansConfig, TitansForCausalLM
 
@@ -39,9 +40,21 @@ def small_config(variant: str, **overrides) -> TitansConfig:
     return TitansConfig(variant=variant, attn_implementation="eager", **{**sizes, **overrides})
 
 
-def counted(config: TitansConfig, dtype: torch.dtype, rows: int = 2, length: int = LENGTH) -> float:
+def llama_config(**overrides) -> LlamaConfig:
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "tie_word_embeddings": True,
+    }
+    return LlamaConfig(attn_implementation="eager", **{**sizes, **overrides})
+
+
+def counted(config: PreTrainedConfig, dtype: torch.dtype, rows: int = 2, length: int = LENGTH) -> float:
     """FLOPs per token of a forward and a backward, by torch's counter, which does not know `baddbmm_` by itself."""
-    model, ids = TitansForCausalLM(config).to(dtype).train(), torch.randint(97, (rows, length))
+    model, ids = AutoModelForCausalLM.from_config(config).to(dtype).train(), torch.randint(97, (rows, length))
     in_place = {torch.ops.aten.baddbmm_: lambda x, a, b, **kwargs: 2 * a[0] * a[1] * a[2] * b[2]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
@@ -54,6 +67,11 @@ def test_the_flops_are_those_that_torch_counts(variant, depth, expansion):
     """To the last one: products, memory and attention, forward and backward."""
     config = small_config(variant, memory_depth=depth, memory_expansion=expansion)
     assert plan.training_flops(plan.empty_model(config), LENGTH).total == counted(config, torch.bfloat16)
+
+
+def test_the_flops_of_a_baseline_are_those_that_torch_counts():
+    config = llama_config()
+    assert plan.training_flops(plan.empty_model(config), LENGTH).total == counted(config, torch.float32)
 
 
 @every_variant
@@ -122,13 +140,18 @@ def test_the_state_of_one_process_is_what_adamw_holds(variant):
 
 
 @pytest.mark.slow
-@every_variant
+@pytest.mark.parametrize("variant", [*VARIANTS, "llama"])
 def test_the_activations_are_estimated_to_a_third(variant):
     """What one layer of the paper's width more keeps for the backward of 256 tokens more."""
 
+    def config(layers: int) -> PreTrainedConfig:
+        if variant == "llama":
+            wide = {"hidden_size": 768, "intermediate_size": 2816, "num_attention_heads": 12}
+            return LlamaConfig(vocab_size=97, num_hidden_layers=layers, **wide)
+        return TitansConfig.preset(f"titans-{variant}-170m", num_hidden_layers=layers, vocab_size=97)
+
     def kept(layers: int, tokens: int) -> int:
-        config = TitansConfig.preset(f"titans-{variant}-170m", num_hidden_layers=layers, vocab_size=97)
-        model, ids = TitansForCausalLM(config).train(), torch.randint(97, (1, tokens))
+        model, ids = AutoModelForCausalLM.from_config(config(layers)).train(), torch.randint(97, (1, tokens))
         own, found = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
         def note(x: torch.Tensor) -> torch.Tensor:
@@ -141,10 +164,8 @@ def test_the_activations_are_estimated_to_a_third(variant):
             model(input_ids=ids, labels=ids)
         return sum(storage.nbytes() for storage in found.values())
 
-    config = TitansConfig.preset(f"titans-{variant}-170m", num_hidden_layers=1)
-    two = TitansConfig.preset(f"titans-{variant}-170m", num_hidden_layers=2)
     measured = (kept(2, 1024) - kept(1, 1024)) - (kept(2, 768) - kept(1, 768))
-    estimated = plan.activation_bytes(two, 256, False) - plan.activation_bytes(config, 256, False)
+    estimated = plan.activation_bytes(config(2), 256, False) - plan.activation_bytes(config(1), 256, False)
     assert estimated == pytest.approx(measured, rel=0.33)
 
 

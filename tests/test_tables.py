@@ -34,7 +34,7 @@ def make_record(name: str = "runs/a", variant: str = "mac", suite: str = "table1
         **provenance(command=f"titans eval {name}"),
         "seeds": {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234},
         "seconds": 3.5,
-        "model": {"name": name, "variant": variant, "parameters": 340_123_456, "dtype": "bfloat16"},
+        "model": {"name": name, "variant": variant, "parameters": 340_123_456, "dtype": "bfloat16", "memory": "on"},
         "settings": {"limit": 7, "batch_size": 8, "max_length": 2**21, "num_fewshot": 0, "bootstrap_iters": 1000},
         "data": {"piqa": {**data, "files": {"piqa/valid.jsonl": "0" * 64}}},
         "metrics": metrics or {"piqa_acc": column(61.25)},

@@ -87,6 +87,18 @@ def test_a_run_leaves_a_model_its_tokenizer_a_picture_and_the_recipe(finished):
     assert steps == {STEPS - 2, STEPS}
 
 
+def test_a_run_leaves_a_record_of_itself(finished):
+    record = json.loads((finished / "training.json").read_text())
+    assert record["steps"] == STEPS
+    assert record["tokens"] == 2048
+    assert record["parameters"] == AutoModelForCausalLM.from_pretrained(finished / "model").num_parameters()
+    assert record["recipe"]["seed"] == 0
+    assert record["recipe"]["model"]["config"]["hidden_size"] == 16
+    assert record["held_out_perplexity"] == history(finished)[-1]["eval_perplexity"]
+    assert record["seconds"] > 0
+    assert {"command", "commit", "date", "torch", "transformers", "machine"} <= record.keys()
+
+
 def test_the_perplexity_is_that_of_the_held_out_rows(finished):
     recipe = recipes.load_recipe(finished / "recipe.yaml")
     model = AutoModelForCausalLM.from_pretrained(finished / "model").eval()

@@ -10,12 +10,16 @@ from typing import Annotated
 
 import typer
 
-from .cli_support import CommandError, DeviceOption, Dtype, DtypeOption, check_output, load, say
+from .cli_support import CommandError, DeviceOption, Dtype, DtypeOption, check_output, load_to_measure, say
 from .eval_files import VARIABLE
 
 
 class Suite(str, Enum):
-    table1 = "table1"
+    table1, table2, babilong = "table1", "table2", "babilong"
+
+
+class Memory(str, Enum):
+    on, off, reset = "on", "off", "reset"
 
 
 class Format(str, Enum):
@@ -29,22 +33,39 @@ def evaluate(
     model: Annotated[
         str, typer.Argument(metavar="DIR", help="Folder of the model, or the Hub name of a downloaded one.")
     ],
-    suite: Annotated[Suite, typer.Option("--suite", help="What to measure: the paper's Table 1.")] = Suite.table1,
+    suite: Annotated[
+        Suite, typer.Option("--suite", help="What to measure: the paper's Table 1 or 2, or BABILong.")
+    ] = Suite.table1,
     data_dir: Annotated[
         Path | None,
         typer.Option(
-            "--data-dir", metavar="PATH", envvar=VARIABLE, help="Read the documents from files; left out, from the Hub."
+            "--data-dir",
+            metavar="PATH",
+            envvar=VARIABLE,
+            help="Read the documents from files: a folder with lm_eval/ (Table 1), text/books/ (Table 2, BABILong) and "
+            "babi/en-10k/ (BABILong). Left out, from the Hub.",
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Score the first N documents of each task.")
+        int | None, typer.Option("--limit", min=1, help="Score the first N documents of each task, at each length.")
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option("--lengths", metavar="2k,4k", help="In tokens, for Table 2 and BABILong; left out, up to 16k."),
     ] = None,
     batch_size: Annotated[
         int, typer.Option("--batch-size", min=1, help="Inputs side by side; results differ by rounding.")
     ] = 8,
+    memory: Annotated[
+        Memory,
+        typer.Option(
+            "--memory", help="Controls: off never writes into it, reset puts it back at each segment of the model."
+        ),
+    ] = Memory.on,
     tasks: Annotated[
         str | None, typer.Option("--tasks", metavar="A,B", help="Some of the suite's tasks, by lm-eval's names.")
     ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="What the record calls the model; left out, DIR.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="The record; left out, MODEL-SUITE.json, here.")
     ] = None,
@@ -54,25 +75,28 @@ def evaluate(
     """Measure a model on the paper's benchmarks, with lm-eval's tasks and metrics.
 
     Table 1 is WikiText-2, LAMBADA, PIQA, HellaSwag, WinoGrande, ARC, Social IQa and BoolQ, zero-shot, and the mean of
-    the eight accuracies. No input is cut, and long ones are read in bounded memory. Writes a record: what was found,
-    on what data, by which versions.
+    the eight accuracies. Table 2 is RULER's needles in a haystack (S-NIAH), BABILong is questions about facts that are
+    scattered over books; their samples are as long as --lengths says, in the model's tokens. No input is cut, and long
+    ones are read in bounded memory. Writes a record: what was found, on what data, by which versions. DIR may also hold
+    another causal model of transformers, as a baseline.
 
     \b
     titans eval runs/demo --limit 100
-    titans eval runs/demo --data-dir data/lm_eval --tasks wikitext,piqa --out demo.json
+    titans eval runs/demo --data-dir data --tasks wikitext,piqa --out demo.json
+    titans eval runs/demo --suite table2 --data-dir data --lengths 2k,4k --limit 20
     """
-    for package in ("lm_eval", "datasets"):
+    for package in ("lm_eval", "datasets", *(("nltk", "wonderwords") if suite is Suite.table2 else ())):
         if find_spec(package) is None:
             raise CommandError(f"titans eval needs {package}: pip install 'titans-hf[eval]'")
-    from .eval_files import check_files, data_folder
-    from .evaluation import choose_tasks
+    from .evaluation import check_data, choose_tasks
+    from .long_suites import read_lengths
 
-    chosen, folder = choose_tasks(suite.value, split_names(tasks)), data_folder(data_dir)
-    if folder is not None:
-        check_files(chosen, folder)
+    chosen = choose_tasks(suite.value, split_names(tasks))
+    folder = check_data(suite.value, chosen, data_dir)
+    read_lengths(suite.value, lengths)
     out = out or Path(f"{Path(model).resolve().name}-{suite.value}.json")
     check_record_output(out)
-    loaded = load(model, None, dtype, device)
+    loaded = load_to_measure(model, dtype, device)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from .eval_records import write_record
     from .evaluation import evaluate as run
@@ -83,9 +107,11 @@ def evaluate(
         suite=suite.value,
         tasks=chosen,
         data_dir=folder,
+        lengths=lengths,
         limit=limit,
         batch_size=batch_size,
-        name=model,
+        memory=memory.value,
+        name=name or model,
         command=shlex.join(["titans", *sys.argv[1:]]),
     )
     write_record(out, record)
@@ -110,7 +136,9 @@ def check_record_output(out: Path) -> None:
 
 
 def show(record: dict) -> None:
-    """The figures of a record, a line each."""
+    """The figures of a record, a line each; those of several lengths, a line a task."""
+    if "lengths" in record["settings"]:
+        return show_lengths(record)
     from .evaluation import SUITES
     from .paper_tables import paper_table
     from .tables import figure, unit
@@ -127,6 +155,21 @@ def show(record: dict) -> None:
         documents = f"{data['documents']:,} of {data['total']:,}" if data else ""
         name = f"{column.name} {unit(column)}"
         typer.echo(f"{name:<14}{column.task or '':<16}{value:>12}{error:>10}  {documents}".rstrip())
+
+
+def show_lengths(record: dict) -> None:
+    """Accuracies in percent and their standard errors, the tasks by the lengths."""
+    lengths = record["settings"]["lengths"]
+    typer.echo(f"{'accuracy, %':<16}" + "".join(f"{length:>14}" for length in lengths) + "  documents")
+    for task, data in record["data"].items():
+        own = [found for found in record["metrics"].values() if found["task"] == task]
+        cells = (f"{found['value']:.1f}" + _plus_minus(found["stderr"]) for found in own)
+        documents = f"{data['documents']:,} of {data['total']:,}, {data['source']}"
+        typer.echo(f"{task:<16}" + "".join(f"{cell:>14}" for cell in cells) + f"  {documents}")
+
+
+def _plus_minus(error: float | None) -> str:
+    return "" if error is None else f" ± {error:.1f}"
 
 
 def table(

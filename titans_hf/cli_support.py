@@ -107,6 +107,31 @@ def load(model: str | None, memory: Path | None, dtype: Dtype = Dtype.auto, devi
     return Loaded(weights.to(target).eval(), _load_tokenizer(name), absolute(name))
 
 
+def load_to_measure(model: str, dtype: Dtype = Dtype.auto, device: str = "auto") -> Loaded:
+    """A Titans model, or another causal model of transformers' own, to set beside it."""
+    quiet()
+    if model_type(model) == "titans":
+        return load(model, None, dtype, device)
+    from transformers import AutoModelForCausalLM
+
+    target = find_device(device)
+    say(f"baseline: {absolute(model)}")
+    weights = AutoModelForCausalLM.from_pretrained(
+        model, dtype=dtype.value, local_files_only=True, use_safetensors=True, trust_remote_code=False
+    )
+    return Loaded(weights.to(target).eval(), _load_tokenizer(model), absolute(model))
+
+
+def model_type(name: str) -> str | None:
+    """What the configuration says; of a name without one, "titans", whose loading tells what is wrong."""
+    from transformers import PreTrainedConfig
+
+    try:
+        return PreTrainedConfig.get_config_dict(name, local_files_only=True)[0].get("model_type")
+    except (OSError, ValueError):
+        return "titans"
+
+
 def _noted_model(note: dict[str, str], memory: Path | None) -> str:
     """A file may come from a stranger: the name in it is a name, shown to the user, and never a reason to run code."""
     name = note.get("model", "")

@@ -18,18 +18,21 @@ VARIABLE = "TITANS_EVAL_DATA"
 FIX = f"--data-dir (or {VARIABLE}) must name the folder that holds it"
 
 
-def data_folder(given: str | os.PathLike | None = None) -> Path | None:
-    """The folder of the files: the one given, or the one that the environment names; None is the Hub.
-
-    A folder that holds them under `lm_eval` does as well.
-    """
+def given_folder(given: str | os.PathLike | None = None) -> Path | None:
+    """The folder given, or the one that the environment names; None is the Hub."""
     name = given or os.environ.get(VARIABLE)
     if not name:
         return None
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder: --data-dir (or {VARIABLE}) must name that of the files")
-    return folder / "lm_eval" if (folder / "lm_eval").is_dir() else folder
+    return folder
+
+
+def data_folder(given: str | os.PathLike | None = None) -> Path | None:
+    """The folder of the files, which one that holds them under `lm_eval` may stand for; None is the Hub."""
+    folder = given_folder(given)
+    return folder / "lm_eval" if folder and (folder / "lm_eval").is_dir() else folder
 
 
 def documents(task: str, folder: Path) -> list[dict]:

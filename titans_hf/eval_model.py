@@ -3,11 +3,14 @@
 Plain `--model hf` gives the same results. It takes the logits of a whole batch at once, though, [B, T, V]: articles of
 WikiText in a vocabulary of 32,000 are gigabytes. Here long inputs are read in pieces, through the cache.
 
+Two controls say what the memory is worth: `memory="off"` never writes into it, so that every token meets it as training
+has left it; `memory="reset"` puts it back there at each segment, while attention goes on.
+
 B: rows, T: tokens of the longest, P: tokens of a piece, V: vocabulary.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from lm_eval.models.huggingface import HFLM
@@ -16,7 +19,9 @@ from tqdm import tqdm
 
 from .cache_titans import TitansCache
 
+MEMORY = ("on", "off", "reset")
 LOGITS = 2**25  # of a piece, over all rows: 128 MiB in float32
+PROMPT = 2**14  # tokens of a prompt that are read together, over all rows
 SHORTEST = 64  # tokens of a piece: shorter ones only cost time
 
 
@@ -64,12 +69,45 @@ def lines(requests: list[tuple]) -> list[Line]:
     return sorted(found.values(), key=lambda line: -len(line.tokens))
 
 
-class TitansLM(HFLM):
-    """HFLM whose likelihoods are read in pieces of at most `logits / (B * V)` tokens."""
+def put_back(cache: TitansCache, start: TitansCache) -> None:
+    """Give every layer the memory of `start`, and leave it everything else."""
+    for layer, fresh in zip(cache.layers, start.layers):
+        memory, segment = fresh.carry.memory.map(torch.clone), fresh.carry.segment_weights
+        layer.carry = replace(layer.carry, memory=memory, segment_weights=segment)
 
-    def __init__(self, *args, logits: int = LOGITS, **kwargs):
+
+class UncutLM(HFLM):
+    """HFLM that refuses a prompt which is too long for the model, where HFLM cuts its beginning."""
+
+    def tok_batch_encode(
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Prompts [B, T] and their mask, on the left or right of which the shorter ones are filled up."""
+        ids, mask = super().tok_batch_encode(strings, padding_side)
+        if left_truncate_len and ids.shape[1] > left_truncate_len:
+            raise ValueError(
+                f"a prompt of {ids.shape[1]:,} tokens and its answer are longer than max_length={self.max_length:,}: "
+                "ask for shorter ones with --lengths, or leave max_length out if you have set it"
+            )
+        return ids, mask
+
+
+class TitansLM(UncutLM):
+    """HFLM whose likelihoods are read in pieces of at most `logits / (B * V)` tokens.
+
+    Args:
+        memory: "on", or one of the controls "off" and "reset".
+    """
+
+    def __init__(self, *args, logits: int = LOGITS, memory: str = "on", **kwargs):
+        if memory not in MEMORY:
+            raise ValueError(f"`memory` must be one of {', '.join(MEMORY)}; got {memory!r}")
         super().__init__(*args, **kwargs)
-        self.logits = logits
+        self.logits, self.memory = logits, memory
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         """Whole texts, each as one continuation of the token that opens a text."""
@@ -107,11 +145,71 @@ class TitansLM(HFLM):
         """The logits [B, P, V] of `ids`, piece by piece with the place of its first; without those before `needed`."""
         rows, length = ids.shape
         piece = max(SHORTEST, self.logits // (rows * self.model.config.vocab_size))
+        if self.memory == "reset":
+            piece = self.model.config.segment_size
         cache = TitansCache(self.model.config) if length > piece else None
+        start_of_all = self._unwritten(ids) if cache is not None and self.memory == "reset" else None
         for start in range(0, length, piece):
             part = ids[:, start : start + piece]
             skipped = min(max(needed - start, 0), part.shape[1] - 1)  # logits_to_keep=0 would be all
             found = self.model(
-                part, past_key_values=cache, use_cache=cache is not None, logits_to_keep=part.shape[1] - skipped
+                part,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                logits_to_keep=part.shape[1] - skipped,
+                memory_read_only=self.memory == "off",
             )
             yield start + skipped, found.logits
+            if start_of_all is not None:
+                put_back(cache, start_of_all)
+
+    def _unwritten(self, ids: Tensor) -> TitansCache:
+        """A cache whose memory is as training has left it, for rows like these."""
+        cache = TitansCache(self.model.config)
+        self.model(ids[:, :1], past_key_values=cache, use_cache=True, memory_read_only=True)
+        return cache
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options) -> Tensor:
+        """Write on. Long prompts are read in pieces, and a row is done at its end of text, whatever the others do."""
+        options.setdefault("eos_token_id", self._ends())
+        if self.memory == "reset":
+            return self._generate_with_resets(context, max_length, stop, **options)
+        return super()._model_generate(
+            context,
+            max_length,
+            stop,
+            prefill_chunk_size=max(SHORTEST, PROMPT // len(context)),
+            memory_read_only=self.memory == "off",
+            **options,
+        )
+
+    def _ends(self) -> list[int]:
+        """The tokens that end a text, as the tokenizer and the model's configuration have it."""
+        own = self.model.generation_config.eos_token_id
+        known = {self.eot_token_id, *(own if isinstance(own, list) else [own])}
+        return sorted(end for end in known if end is not None)
+
+    def _generate_with_resets(
+        self, context: Tensor, max_length: int, stop: list[str], attention_mask: Tensor, **options
+    ) -> Tensor:
+        """Row by row: padding would move a row's segments. The memory is put back while reading, not while writing."""
+        found = torch.full((len(context), max_length), self.tokenizer.pad_token_id, device=context.device)
+        for into, row, mask in zip(found, context, attention_mask.bool()):
+            padding = int((~mask).sum())
+            ids = row[None, padding:]  # [1, T]
+            cache, seen = self._read_with_resets(ids[:, :-1]), torch.ones_like(ids)
+            written = super()._model_generate(
+                ids, max_length - padding, stop, attention_mask=seen, past_key_values=cache, **options
+            )
+            into[padding : padding + written.shape[1]] = written[0]
+        return found
+
+    @torch.no_grad()
+    def _read_with_resets(self, ids: Tensor) -> TitansCache:
+        """The cache after the tokens of one row."""
+        cache, start = TitansCache(self.model.config), self._unwritten(ids)
+        for piece in ids.split(self.model.config.segment_size, dim=1):
+            self.model.model(piece, past_key_values=cache, use_cache=True)
+            if piece.shape[1] == self.model.config.segment_size:
+                put_back(cache, start)
+        return cache

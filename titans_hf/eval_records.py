@@ -1,17 +1,19 @@
 """The record of an evaluation: a JSON file that says what was measured, and everything needed to measure it again.
 
 format, version     "titans evaluation", 1
-suite               what was run: "table1"
+suite               what was run: "table1", "table2" or "babilong"
 command, date       how and when
 commit              of titans-hf, with "-dirty" where files were changed; null outside of its repository
 versions            of titans_hf, torch, transformers, lm_eval and datasets
 machine             architecture and threads, and the device
 seeds               python, numpy, torch, fewshot: lm-eval's
 seconds             of the evaluation, without loading
-model               name, variant, parameters, dtype
-settings            limit (documents a task; null is all), batch_size, max_length, num_fewshot, bootstrap_iters
-data                by task: source ("files" or "hub"), the Hub's dataset, lm-eval's version of the task, documents
-                    scored, total, and the files' SHA-256
+model               name, variant (of a baseline its model type), parameters, dtype, memory ("on"; "off", never written;
+                    "reset", put back at each segment; "none", of a baseline)
+settings            limit (documents a task; null is all), batch_size, max_length, num_fewshot, bootstrap_iters;
+                    of table2 and babilong also their lengths, and the limit is that of each
+data                by task: source ("files", "hub", or "noise", which needs neither), the dataset, lm-eval's version of
+                    the task, documents scored, total, and the files' SHA-256
 metrics             by column of the paper's tables (see `paper/`): value and stderr in the unit of the paper, unit,
                     task and metric of lm-eval. A value that is not finite is null, and so is a stderr that lm-eval
                     does not have
@@ -44,7 +46,7 @@ FIELDS = {
     "machine": TEXT,
     "seeds": dict.fromkeys(("python", "numpy", "torch", "fewshot"), COUNT),
     "seconds": NUMBER,
-    "model": {"name": TEXT, "variant": TEXT, "parameters": COUNT, "dtype": TEXT},
+    "model": {"name": TEXT, "variant": TEXT, "parameters": COUNT, "dtype": TEXT, "memory": TEXT},
     "settings": {
         "limit": (int, NOTHING),
         "batch_size": COUNT,

@@ -41,13 +41,19 @@ def our_row(records: list[dict], table: Table) -> OurRow:
     values = table.with_means(known)
     keys = [column.key for column in table.columns if column.key in values]
     return OurRow(
-        f"{model['name']} ({model['variant'].upper()}, {count(model['parameters'])})",
-        "simple" if model["variant"] == "lmm" else "hybrid",
+        f"{model['name']} ({', '.join(describe(model))})",
+        "hybrid" if model["variant"] in ("mac", "mag", "mal") else "simple",
         {key: values[key] for key in keys},
         model["variant"].upper(),
         {key: errors[key] for key in keys if key in errors},
         tuple(measured(record) for record in records),
     )
+
+
+def describe(model: dict) -> list[str]:
+    """What is told of a record's model beside its name."""
+    control = {"off": ["memory off"], "reset": ["memory reset"]}.get(model["memory"], [])
+    return [model["variant"].upper(), count(model["parameters"]), *control]
 
 
 def count(parameters: int) -> str:
@@ -61,7 +67,8 @@ def count(parameters: int) -> str:
 def measured(record: dict) -> str:
     """How a record came about, in a line."""
     limit = record["settings"]["limit"]
-    some = "all documents" if limit is None else f"the first {limit} documents of each task"
+    each = "each task and length" if "lengths" in record["settings"] else "each task"
+    some = "all documents" if limit is None else f"the first {limit} documents of {each}"
     source = " and ".join(sorted({held["source"] for held in record["data"].values()}))
     version, commit = record["versions"]["lm_eval"], record["commit"] or "unknown"
     how = f"{record['model']['dtype']}, lm-eval {version}, commit {commit}, {record['date']}"
