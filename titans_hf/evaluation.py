@@ -139,7 +139,7 @@ def evaluate(
     lm = open_lm(model, tokenizer, batch_size, memory)
     loaded = load_tasks(chosen, folder, suite, **({"tokenizer": tokenizer, "max_seq_lengths": read} if read else {}))
     first = limit * max(1, len(read)) if limit else None  # the lengths take turns
-    started = time.perf_counter()
+    origin, started = provenance(model.device, command), time.perf_counter()  # a long run may end on another commit
     try:
         with redirect_stdout(sys.stderr):  # lm-eval prints a little here and there
             results = run(lm, loaded, limit=first, bootstrap_iters=BOOTSTRAPS, log_samples=False)
@@ -152,7 +152,7 @@ def evaluate(
         "format": FORMAT,
         "version": VERSION,
         "suite": suite,
-        **provenance(model.device, command),
+        **origin,
         "seeds": SEEDS,
         "seconds": round(seconds, 1),
         "model": describe(model, name, memory),
