@@ -137,12 +137,15 @@ class TitansLM(UncutLM):
         ids = torch.zeros(len(some), length, dtype=torch.long)  # [B, T]
         for row, line in zip(ids, some):
             row[: len(line.tokens)] = torch.tensor(line.tokens)
-        for start, logits in self._pieces(ids.to(self.device), needed):
+        for start, logits in self._pieces(ids.to(self.device), needed, [len(line.tokens) for line in some]):
             for line, found in zip(some, logits):
                 line.score(found, start)
 
-    def _pieces(self, ids: Tensor, needed: int) -> Iterator[tuple[int, Tensor]]:
-        """The logits [B, P, V] of `ids`, piece by piece with the place of its first; without those before `needed`."""
+    def _pieces(self, ids: Tensor, needed: int, lengths: list[int] | None = None) -> Iterator[tuple[int, Tensor]]:
+        """The logits [B, P, V] of `ids`, piece by piece with the place of its first; without those before `needed`.
+
+        Of `lengths`, the longest first, rows that have ended are left out of the pieces behind them.
+        """
         rows, length = ids.shape
         piece = max(SHORTEST, self.logits // (rows * self.model.config.vocab_size))
         if self.memory == "reset":
@@ -150,6 +153,12 @@ class TitansLM(UncutLM):
         cache = TitansCache(self.model.config) if length > piece else None
         start_of_all = self._unwritten(ids) if cache is not None and self.memory == "reset" else None
         for start in range(0, length, piece):
+            going_on = rows if lengths is None else sum(start < own for own in lengths)
+            if going_on < len(ids):
+                ids = ids[:going_on]
+                for held in (cache, start_of_all):
+                    if held is not None:
+                        held.batch_select_indices(torch.arange(going_on, device=ids.device))
             part = ids[:, start : start + piece]
             skipped = min(max(needed - start, 0), part.shape[1] - 1)  # logits_to_keep=0 would be all
             found = self.model(
