@@ -75,7 +75,7 @@ def measure(key: str, data: Path, records: Path) -> None:
     shutil.copy(RUNS / key / "training.json", folder)
     shutil.copy(RUNS / key / "model" / "config.json", folder)
     suite = ["-m", "titans_hf.cli", "eval", RUNS / key / "model", "--suite", "table1", "--data-dir", data / "lm_eval"]
-    suite += ["--batch-size", 32, "--name", model.name]
+    suite += ["--batch-size", 16, "--name", model.name]
     if not (folder / "table1.json").exists():
         run(*suite, "--out", folder / "table1.json")
     for control in CONTROLS if model.has_memory else ():
