@@ -1,9 +1,11 @@
 """What a memory is worth is measured against itself: never written, put back at each segment, and a model without."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from support import VARIANTS, chat_tokenizer, tiny_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from support import VARIANTS, chat_tokenizer, save_chat_model, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install titans-hf[eval])")
@@ -130,3 +132,26 @@ def test_what_has_no_memory_cannot_have_it_switched_off(baseline, tmp_path):
         evaluate(baseline, chat_tokenizer(), tasks=["boolq"], data_dir=write_boolq(tmp_path), memory="off")
     with pytest.raises(ValueError, match="`memory` must be one of on, off, reset; got 'of'"):
         evaluate(tiny_model("lmm"), chat_tokenizer(), tasks=["boolq"], data_dir=tmp_path, memory="of")
+
+
+def test_losses_by_place_are_the_models_own(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
+    import by_place
+
+    save_chat_model(tmp_path / "tiny", "lmm", memory_chunk_size=4)
+    (tmp_path / "wikitext2").mkdir()
+    articles = " = One = \n \n " + "Some words , and more . " * 30 + "\n = Two = \n \n Short . \n"
+    (tmp_path / "wikitext2" / "wiki.test.raw").write_text(articles)
+    by_place.main([str(tmp_path / "tiny"), "--data", str(tmp_path), "--tokens", "300"])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "1 articles"
+    assert printed[1].split() == ["tokens", "0-128", "128-256", "256-300"]
+    assert [line.split()[0] for line in printed[2:]] == ["on", "off", "reset"]
+    model, tokenizer = (auto.from_pretrained(tmp_path / "tiny") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    ids = by_place.read_texts(tmp_path, tokenizer, 300)
+    with torch.no_grad():
+        logits = model.eval()(ids[:, :-1], memory_read_only=True).logits[0]
+    whole = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+    assert printed[3].split()[1:] == [f"{whole[a:b].mean():.3f}" for a, b in ((0, 128), (128, 256), (256, 300))]
+    with pytest.raises(ValueError, match="no article has 9,000 tokens: lower --tokens"):
+        by_place.read_texts(tmp_path, tokenizer, 9000)
