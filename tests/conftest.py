@@ -1,7 +1,9 @@
 """One thread per process: the tensors are tiny, and the suite runs in parallel. Kernels run in Triton's interpreter."""
 
+import logging
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -14,3 +16,17 @@ settings.register_profile(
     "titans", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.load_profile("titans")
+
+
+@pytest.fixture
+def libraries_as_before(monkeypatch):
+    """Commands quieten libraries, and evaluating sets a variable; other tests want neither."""
+    from transformers.utils import logging as of_transformers
+
+    monkeypatch.delenv("TITANS_EVAL_DATA", raising=False)
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
+    level = of_transformers.get_verbosity()
+    yield
+    of_transformers.set_verbosity(level)
+    of_transformers.enable_progress_bar()
+    logging.getLogger("lm_eval").setLevel(logging.NOTSET)

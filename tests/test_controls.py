@@ -17,6 +17,7 @@ from titans_hf.eval_model import TitansLM
 from titans_hf.eval_records import read_record
 from titans_hf.evaluation import evaluate
 
+pytestmark = pytest.mark.usefixtures("libraries_as_before")
 SEGMENT = 8
 LENGTHS = (29, 8, 17, 3)
 

@@ -1,14 +1,12 @@
 """Table 1 through lm-eval: its own requests, from files; nothing cut, memory bounded, the batch size without a say."""
 
 import json
-import logging
 from pathlib import Path
 
 import datasets
 import pytest
 import torch
 from support import VARIANTS, chat_tokenizer, save_chat_model, tiny_model
-from transformers.utils import logging as of_transformers
 from typer.testing import CliRunner
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install titans-hf[eval])")
@@ -23,6 +21,7 @@ from titans_hf.eval_records import read_record
 from titans_hf.evaluation import TASK_FOLDER, evaluate, load_tasks, task_manager
 from titans_hf.paper_tables import paper_table
 
+pytestmark = pytest.mark.usefixtures("libraries_as_before")
 REAL = Path(__file__).parent.parent.parent / "shared" / "data" / "lm_eval"
 with_real_files = pytest.mark.skipif(
     not REAL.is_dir(), reason="the benchmarks' own files are not in ../shared/data/lm_eval"
@@ -126,18 +125,6 @@ def model():
 @pytest.fixture(scope="module")
 def record(folder, model):
     return evaluate(model, chat_tokenizer(), data_dir=folder, batch_size=3, name="runs/tiny")
-
-
-@pytest.fixture(autouse=True)
-def _as_before(monkeypatch):
-    """Commands quieten libraries, and evaluating sets a variable; other tests want neither."""
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
-    level = of_transformers.get_verbosity()
-    yield
-    of_transformers.set_verbosity(level)
-    of_transformers.enable_progress_bar()
-    logging.getLogger("lm_eval").setLevel(logging.NOTSET)
 
 
 def requests(task) -> list[tuple]:

@@ -1,6 +1,5 @@
 """Needles and BABILong through lm-eval: samples that fit, from files or the Hub; nothing cut, batches without a say."""
 
-import logging
 import random
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import datasets
 import pytest
 import torch
 from support import VARIANTS, chat_tokenizer, every_variant, save_chat_model, tiny_model
-from transformers.utils import logging as of_transformers
 from typer.testing import CliRunner
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install titans-hf[eval])")
@@ -35,6 +33,7 @@ from titans_hf.long_suites import TASKS, columns, length_name, read_lengths
 from titans_hf.paper_tables import paper_table
 from titans_hf.tables import markdown, our_rows
 
+pytestmark = pytest.mark.usefixtures("libraries_as_before")
 REAL = Path(__file__).parent.parent.parent / "shared" / "data"
 with_real_files = pytest.mark.skipif(
     not (REAL / "babi").is_dir(), reason="bAbI and the books are not in ../shared/data"
@@ -97,18 +96,6 @@ def speaking_model(variant: str, tokenizer):
 @pytest.fixture(scope="module")
 def model(tokenizer):
     return speaking_model("mac", tokenizer)
-
-
-@pytest.fixture(autouse=True)
-def _as_before(monkeypatch):
-    """Commands quieten libraries, and evaluating sets a variable; other tests want neither."""
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
-    level = of_transformers.get_verbosity()
-    yield
-    of_transformers.set_verbosity(level)
-    of_transformers.enable_progress_bar()
-    logging.getLogger("lm_eval").setLevel(logging.NOTSET)
 
 
 def task_of(name: str, folder, tokenizer, lengths=(SHORT, LONG)):

@@ -21,16 +21,19 @@ import plan  # noqa: E402
 import train  # noqa: E402
 
 LENGTH = 96
+STACK = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+}
 SIZES = {"170m": "15b", "340m": "15b", "400m": "15b", "760m": "30b"}
 
 
 def small_config(variant: str, **overrides) -> TitansConfig:
     sizes = {
-        "vocab_size": 97,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
+        **STACK,
         "memory_num_heads": 2,
         "memory_chunk_size": 8,
         "segment_size": 16,
@@ -38,18 +41,6 @@ def small_config(variant: str, **overrides) -> TitansConfig:
         "num_persistent_tokens": 0,
     }
     return TitansConfig(variant=variant, attn_implementation="eager", **{**sizes, **overrides})
-
-
-def llama_config(**overrides) -> LlamaConfig:
-    sizes = {
-        "vocab_size": 97,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
-        "tie_word_embeddings": True,
-    }
-    return LlamaConfig(attn_implementation="eager", **{**sizes, **overrides})
 
 
 def counted(config: PreTrainedConfig, dtype: torch.dtype, rows: int = 2, length: int = LENGTH) -> float:
@@ -70,7 +61,7 @@ def test_the_flops_are_those_that_torch_counts(variant, depth, expansion):
 
 
 def test_the_flops_of_a_baseline_are_those_that_torch_counts():
-    config = llama_config()
+    config = LlamaConfig(attn_implementation="eager", tie_word_embeddings=True, **STACK)
     assert plan.training_flops(plan.empty_model(config), LENGTH).total == counted(config, torch.float32)
 
 
