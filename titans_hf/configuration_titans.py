@@ -34,7 +34,8 @@ class TitansConfig(PreTrainedConfig):
         memory_chunk_size: spacing of the grid on which the memory's gradients are taken (Eq. 16). It is part of what
             was trained: do not change it afterwards.
         memory_max_surprise: cap on the norm of each token's gradient per memory layer; None is the paper's letter.
-        memory_theta_max: upper end of the step size theta.
+        memory_theta_max: upper end of `theta / (1 - eta)`, of what a token's gradient moves the memory by once momentum
+            has spent it; by default `1 / memory_chunk_size`, at which a chunk of equal keys does not overshoot.
         memory_eta_max: upper end of the momentum decay eta; the momentum sums at most `1 / (1 - memory_eta_max)` steps.
         memory_gates: "token" (gates per token) or "chunk" (gates of a chunk from its first token, Section 3.2).
         memory_momentum, memory_forget, memory_conv: switches for the ablations of Table 5.
@@ -82,7 +83,7 @@ class TitansConfig(PreTrainedConfig):
     memory_expansion: int = 2
     memory_chunk_size: int = 64
     memory_max_surprise: float | int | None = 10.0
-    memory_theta_max: float | int = 0.1
+    memory_theta_max: float | int | None = None
     memory_eta_max: float | int = 0.999
     memory_gates: str = "token"
     memory_momentum: bool = True
@@ -96,6 +97,8 @@ class TitansConfig(PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         if self.memory_num_heads is None:
             self.memory_num_heads = self.num_attention_heads
+        if self.memory_theta_max is None and self.memory_chunk_size > 0:
+            self.memory_theta_max = 1 / self.memory_chunk_size
         if self.head_dim is None and self.num_attention_heads > 0:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(

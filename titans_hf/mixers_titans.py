@@ -132,7 +132,11 @@ class MemoryAsGate(MemoryMixer):
 
 
 class MemoryAsLayer(MemoryMixer):
-    """MAL: the memory first, sliding-window attention on its normed output (Section 4.3, Eqs. 29-31)."""
+    """MAL: the memory first, sliding-window attention on its output (Section 4.3, Eqs. 29-31).
+
+    Each is a layer with a residual connection of its own (Section 4.4): without the memory's, attention would see
+    nothing but what the memory made of a token, and the stack learned no more than how often words come.
+    """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__(config)
@@ -143,16 +147,16 @@ class MemoryAsLayer(MemoryMixer):
         outputs, memory = self._prologue(persistent, rows)
         fixed = {}
         if outputs is not None:
-            fixed = _kept(self.attention.keys_values(self.norm(outputs)), self.memory.dtype, rows.batch_size)
+            fixed = _kept(self.attention.keys_values(self.norm(persistent() + outputs)), self.memory.dtype, rows.batch_size)
         return self._carry(memory, self._empty_window(memory.tail.values, rows), fixed)
 
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
         before = rows.start(past, lambda: self.begin(persistent, rows))
         m, memory, written = self._remember(x, before, rows, read_only)
         prefix, window = _pair(before.fixed), self._window(before)
-        y, weights, window = self.attention(self.norm(m), prefix, window, rows, rotary, output_attentions)
+        y, weights, window = self.attention(self.norm(x + m), prefix, window, rows, rotary, output_attentions)
         carry = self._carry(memory, window, before.fixed)
-        return Mixed(y, weights, carry, before, written)
+        return Mixed(m + y, weights, carry, before, written)
 
 
 def _kept(keys_values: tuple[Tensor, Tensor], dtype: torch.dtype, batch_size: int) -> dict[str, Tensor]:

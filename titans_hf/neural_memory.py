@@ -4,7 +4,6 @@ Axis letters: B batch, T tokens, H memory heads, D head width, P persistent toke
 real tokens at the front; `lengths` [B] says how many, None means all.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -83,32 +82,33 @@ class CausalConv(nn.Module):
 class WriteGates(nn.Module):
     """The step size theta, the momentum decay eta and the forget gate alpha of every token, per head.
 
-    The weights start at zero, so that at first every token is written alike. The biases start, for chunks of up to 16
-    tokens, theta and eta at half their maximum and alpha at sigmoid(-4), a half-life of 38 tokens: recall is learned
-    from there. For longer chunks theta and alpha start lower, by `(16 / chunk)^2`. All gradients of a chunk are taken
-    at the same weights and overshoot together: at chunks of 64 and half the maximum, ordinary text ran into the cap
-    (four gradients of five in a small MAG, two of five in an LMM). And a deep memory that forgets faster than it writes
-    falls to zero, where all its gradients vanish.
+    Theta is a share of `memory_theta_max * (1 - eta)`: momentum adds up `1 / (1 - eta)` steps, so what a token moves
+    the memory by in the end is at most `memory_theta_max` times its gradient. All gradients of a chunk are taken at the
+    same weights and overshoot together where `2 theta / (1 - eta)` times the chunk's length exceeds 2 and its keys are
+    alike, as those of ordinary text are. The default, `1 / chunk`, is where a linear memory cannot.
+
+    The weights start at zero, so that at first every token is written alike. The biases start theta and eta at half
+    their maximum, and alpha at a half-life of 1,386 tokens: a deep memory that forgets faster than it writes falls to
+    zero, where all its gradients vanish.
     """
+
+    START = (0.5, 0.5, 5e-4)  # theta and eta as shares of their maximum, and alpha
 
     def __init__(self, config: TitansConfig):
         super().__init__()
         self.proj = nn.Linear(config.hidden_size, 3 * config.memory_num_heads)
         self.theta_max, self.eta_max = config.memory_theta_max, config.memory_eta_max
         self.momentum, self.forget = config.memory_momentum, config.memory_forget
-        caution = min(1.0, (16 / config.memory_chunk_size) ** 2)
-        # theta and eta as shares of their maximum, and alpha
-        self.start = (0.5 * caution, 0.5, caution / (1 + math.exp(4)))
 
     def start_bias(self) -> Tensor:
-        return torch.tensor(self.start).logit().repeat_interleave(self.proj.out_features // 3)
+        return torch.tensor(self.START).logit().repeat_interleave(self.proj.out_features // 3)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, hidden] to `(theta, eta, alpha)` stacked as [B, T, 3, H]."""
         logits = self.proj(x)
         theta, eta, alpha = logits.to(state_dtype(logits.dtype)).sigmoid().chunk(3, dim=-1)
-        theta = self.theta_max * theta
         eta = self.eta_max * eta if self.momentum else torch.zeros_like(eta)
+        theta = self.theta_max * theta * (1 - eta)
         alpha = alpha if self.forget else torch.zeros_like(alpha)
         return torch.stack((theta, eta, alpha), dim=2)
 
