@@ -10,6 +10,7 @@ from support import assert_close, memory_inputs
 from torch.autograd import gradcheck
 
 from titans_hf import chunk_ops, memory_ops
+from titans_hf.row_ops import where_rows
 
 
 def chunked(B=2, N=3, C=5, closed_gates=False, depth=2, expansion=2, seed=0):
@@ -27,7 +28,7 @@ def by_autograd(max_surprise, chunks, weights, momentum, *tokens):
         outputs.append(y)
         if chunks is not None:
             pairs = zip(after, (weights, momentum), strict=True)
-            after = [tuple(map(memory_ops.where_rows, [n < chunks] * len(new), new, old)) for new, old in pairs]
+            after = [tuple(map(where_rows, [n < chunks] * len(new), new, old)) for new, old in pairs]
         weights, momentum = after
     return torch.stack(outputs, dim=2), weights, momentum
 

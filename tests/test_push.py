@@ -24,6 +24,7 @@ from titans_hf.hub_push import own_code
 CODE = {
     "attention_titans.py",
     "cache_titans.py",
+    "carry_titans.py",
     "chunk_ops.py",
     "configuration_titans.py",
     "documents_titans.py",
@@ -31,6 +32,7 @@ CODE = {
     "mixers_titans.py",
     "modeling_titans.py",
     "neural_memory.py",
+    "row_ops.py",
     "snapshots.py",
     "step_ops.py",
     "surprise.py",

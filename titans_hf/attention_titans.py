@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cache_titans import LayerCarry, TitansCacheLayer
+from .cache_titans import TitansCacheLayer
+from .carry_titans import LayerCarry
 from .configuration_titans import TitansConfig
-from .memory_ops import PackedRows, on_host, seen_through, state_dtype
+from .memory_ops import seen_through, state_dtype
+from .row_ops import PackedRows, on_host
 from .tails import Tail
 
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from .attention_titans import Rows, SegmentAttention, SlidingAttention, rotate
-from .cache_titans import LayerCarry
+from .carry_titans import LayerCarry
 from .configuration_titans import TitansConfig
-from .memory_ops import MemoryState, RowCut, on_host, where_rows
+from .memory_ops import MemoryState
 from .neural_memory import MemoryCarry, NeuralMemory, TitansRMSNorm, Written
+from .row_ops import RowCut, on_host, where_rows
 from .tails import Tail
 
 
@@ -147,7 +148,9 @@ class MemoryAsLayer(MemoryMixer):
         outputs, memory = self._prologue(persistent, rows)
         fixed = {}
         if outputs is not None:
-            fixed = _kept(self.attention.keys_values(self.norm(persistent() + outputs)), self.memory.dtype, rows.batch_size)
+            fixed = _kept(
+                self.attention.keys_values(self.norm(persistent() + outputs)), self.memory.dtype, rows.batch_size
+            )
         return self._carry(memory, self._empty_window(memory.tail.values, rows), fixed)
 
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:

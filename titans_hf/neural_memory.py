@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .configuration_titans import TitansConfig
-from .memory_ops import MemoryState, neural_memory, recall, seen_through, state_dtype, take
+from .memory_ops import MemoryState, neural_memory, recall, seen_through, state_dtype
+from .row_ops import take
 from .tails import Tail
 from .token_ops import conv_silu, convolved, gated_norm, inverse_rms, unit
 
