@@ -46,6 +46,29 @@ def test_hidden_states_have_the_shape_and_place_of_the_tokens(variant, padded):
     assert_close(output.hidden_states[0] * mask[..., None], embedded, 0.0)
 
 
+@torch.no_grad()
+def test_a_mal_without_its_attention_is_an_lmm():
+    """The memory is a layer of its own: what it says reaches the stack beside attention, not through it alone."""
+    mal, lmm, ids = tiny_model("mal"), tiny_model("lmm", seed=1), random_ids(2, 17)
+    lmm.load_state_dict({name: x for name, x in mal.state_dict().items() if name in lmm.state_dict()})
+    assert (mal(ids).logits - lmm(ids).logits).abs().max() > 1e-3
+    for layer in mal.model.layers:
+        layer.mixer.attention.o_proj.weight.zero_()
+    assert_close(mal(ids).logits, lmm(ids).logits, 1e-12)
+
+
+@torch.no_grad()
+def test_the_attention_of_a_mal_sees_its_token_and_what_the_memory_says_of_it():
+    mal, ids = tiny_model("mal", num_hidden_layers=1), random_ids(1, 17)
+    mixer = mal.model.layers[0].mixer
+    seen = []
+    mixer.attention.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    mixer.memory.register_forward_hook(lambda module, args, found: seen.append((args[0], found[0])))
+    mal(ids, use_cache=False)
+    *_, (x, m), attended = seen
+    assert_close(attended, mixer.norm(x + m), 1e-12)
+
+
 @with_attention
 @torch.no_grad()
 def test_attention_maps_carry_the_persistent_and_retrieved_columns(variant):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import VARIANTS, memory_inputs
+from support import VARIANTS, memory_inputs, tiny_model
 
 from titans_hf import MemoryState, TitansCache, chunk_ops, neural_memory
 
@@ -73,6 +73,29 @@ def test_the_rule_as_printed_diverges_on_a_repeated_token_and_the_cap_prevents_i
     y, state = neural_memory(q, k, v, theta, eta, alpha, state, chunk_size=64, max_surprise=max_surprise)
     assert bool(y.isfinite().all()) is finite
     assert all(bool(x.isfinite().all()) is finite for x in state.current()[0])
+
+
+def surprise_at_one_token(eta: float, **config) -> torch.Tensor:
+    """By token, of a linear memory that forgets nothing and takes the largest steps, without the cap."""
+    linear = {"memory_depth": 1, "memory_forget": False, "memory_max_surprise": None}
+    model = tiny_model("lmm", memory_chunk_size=16, num_hidden_layers=1, **linear, **config)
+    gates = model.model.layers[0].mixer.memory.write_gates
+    with torch.no_grad():
+        gates.proj.weight.zero_()
+        share = torch.tensor([1 - 1e-12, eta / gates.eta_max, 0.5], dtype=torch.float64)
+        gates.proj.bias.copy_(share.logit().repeat_interleave(model.config.memory_num_heads))
+    return model.trace_surprise(torch.full((1600,), 7)).surprise.amax((0, 1))
+
+
+@pytest.mark.parametrize("eta", [1e-9, 0.3, 0.8, 0.99, 0.9989])
+def test_the_largest_steps_do_not_overshoot_a_chunk_of_equal_keys(eta):
+    surprise = surprise_at_one_token(eta)
+    assert surprise[16:].max() < 1.01 * surprise[:16].max()
+
+
+def test_larger_steps_do():
+    surprise = surprise_at_one_token(1e-9, memory_theta_max=1.1 / 16)
+    assert surprise[-1] > 1e6 * surprise[:16].max()
 
 
 @every_variant
