@@ -57,9 +57,9 @@ def test_rope_theta_is_taken_as_in_other_models():
 
 
 def test_the_bound_on_theta_follows_the_chunk_unless_it_is_set():
-    assert TitansConfig(memory_chunk_size=16).memory_theta_max == 1 / 16
+    assert TitansConfig(memory_chunk_size=16).memory_theta_max == 1 / 64
     assert TitansConfig(memory_chunk_size=16, memory_theta_max=0.2).memory_theta_max == 0.2
-    assert TitansConfig.from_dict(TitansConfig(memory_chunk_size=16).to_dict()).memory_theta_max == 1 / 16
+    assert TitansConfig.from_dict(TitansConfig(memory_chunk_size=16).to_dict()).memory_theta_max == 1 / 64
 
 
 def test_only_mac_needs_its_chunks_to_divide_its_segments():
@@ -131,7 +131,7 @@ def test_a_fresh_model_starts_where_its_docstrings_say():
     assert (memory.write_gates.proj.weight == 0).all()
     theta, eta, alpha = memory.write_gates(torch.randn(1, 1, 14)).unbind(2)
     assert torch.allclose(eta, torch.tensor(0.4995))
-    assert torch.allclose(theta / (1 - eta), torch.tensor(0.5 / 3)), "half of what a chunk of 3 bears"
+    assert torch.allclose(theta / (1 - eta), torch.tensor(0.5 / 12)), "half of a quarter of 1 / chunk"
     assert torch.allclose(alpha, torch.tensor(5e-4))
     first, last = memory.start.weights
     assert 0.8 < first.std() * first.shape[-2] ** 0.5 < 1.2

@@ -75,10 +75,10 @@ def test_the_rule_as_printed_diverges_on_a_repeated_token_and_the_cap_prevents_i
     assert all(bool(x.isfinite().all()) is finite for x in state.current()[0])
 
 
-def surprise_at_one_token(eta: float, **config) -> torch.Tensor:
+def surprise_at_one_token(eta: float, theta_max: float) -> torch.Tensor:
     """By token, of a linear memory that forgets nothing and takes the largest steps, without the cap."""
-    linear = {"memory_depth": 1, "memory_forget": False, "memory_max_surprise": None}
-    model = tiny_model("lmm", memory_chunk_size=16, num_hidden_layers=1, **linear, **config)
+    linear = {"memory_depth": 1, "memory_forget": False, "memory_max_surprise": None, "memory_theta_max": theta_max}
+    model = tiny_model("lmm", memory_chunk_size=16, num_hidden_layers=1, **linear)
     gates = model.model.layers[0].mixer.memory.write_gates
     with torch.no_grad():
         gates.proj.weight.zero_()
@@ -88,13 +88,13 @@ def surprise_at_one_token(eta: float, **config) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("eta", [1e-9, 0.3, 0.8, 0.99, 0.9989])
-def test_the_largest_steps_do_not_overshoot_a_chunk_of_equal_keys(eta):
-    surprise = surprise_at_one_token(eta)
+def test_steps_of_one_over_the_chunk_do_not_overshoot_equal_keys(eta):
+    surprise = surprise_at_one_token(eta, 1 / 16)
     assert surprise[16:].max() < 1.01 * surprise[:16].max()
 
 
 def test_larger_steps_do():
-    surprise = surprise_at_one_token(1e-9, memory_theta_max=1.1 / 16)
+    surprise = surprise_at_one_token(1e-9, 1.1 / 16)
     assert surprise[-1] > 1e6 * surprise[:16].max()
 
 

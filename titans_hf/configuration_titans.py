@@ -35,7 +35,7 @@ class TitansConfig(PreTrainedConfig):
             was trained: do not change it afterwards.
         memory_max_surprise: cap on the norm of each token's gradient per memory layer; None is the paper's letter.
         memory_theta_max: upper end of `theta / (1 - eta)`, of what a token's gradient moves the memory by once momentum
-            has spent it; by default `1 / memory_chunk_size`, at which a chunk of equal keys does not overshoot.
+            has spent it; by default a quarter of `1 / memory_chunk_size`, beyond which equal keys overshoot.
         memory_eta_max: upper end of the momentum decay eta; the momentum sums at most `1 / (1 - memory_eta_max)` steps.
         memory_gates: "token" (gates per token) or "chunk" (gates of a chunk from its first token, Section 3.2).
         memory_momentum, memory_forget, memory_conv: switches for the ablations of Table 5.
@@ -98,7 +98,7 @@ class TitansConfig(PreTrainedConfig):
         if self.memory_num_heads is None:
             self.memory_num_heads = self.num_attention_heads
         if self.memory_theta_max is None and self.memory_chunk_size > 0:
-            self.memory_theta_max = 1 / self.memory_chunk_size
+            self.memory_theta_max = 1 / (4 * self.memory_chunk_size)
         if self.head_dim is None and self.num_attention_heads > 0:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
