@@ -11,7 +11,7 @@ import recall
 def test_a_small_mag_recalls_what_its_window_cannot_see():
     """Two layers with a window of 4 reach 6 tokens back; the pairs stood 14 and more tokens back. Chance: 1 in 8."""
     task = ["--variant", "mag", "--symbols", "8", "--pairs", "2", "--gap", "14"]
-    size = ["--window", "4", "--chunk", "8", "--hidden-size", "32", "--steps", "100", "--lr", "1e-2", "--quiet"]
+    size = ["--window", "4", "--chunk", "8", "--hidden-size", "32", "--steps", "150", "--lr", "1e-2", "--quiet"]
     with_memory, without = recall.main([*task, *size])["runs"]
     assert with_memory["accuracy_by_gap"]["14"] > 0.95
     assert without["accuracy_by_gap"]["14"] < 0.3
