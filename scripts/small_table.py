@@ -11,13 +11,14 @@ takes up to twenty minutes each on a CPU core. What is complete is not done agai
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent
+ROOT = Path(os.path.relpath(Path(__file__).parent))  # records keep commands as they would be typed here
 RUNS = Path("runs/small")
 CONTROLS = ("off", "reset")
 CONTROL_TASKS = "wikitext,lambada_openai"
