@@ -13,8 +13,9 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from titans_hf import cards
-from titans_hf.card_results import CHANCE, by_suite, chance_note, eval_files, eval_results, level
+from titans_hf.card_results import by_suite, chance_note, eval_files, eval_results
 from titans_hf.cards import fill_card, is_hub_id, preset_card, preset_names, public, read_model, trained_card
+from titans_hf.chance import CHANCE, level
 from titans_hf.cli import app
 from titans_hf.cli_support import CommandError
 from titans_hf.eval_records import provenance, write_record

@@ -1,5 +1,6 @@
 """What a memory is worth is measured against itself: never written, put back at each segment, and a model without."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install tit
 
 from lm_eval.models.huggingface import HFLM
 
+from titans_hf import evaluation
 from titans_hf.cli import app
 from titans_hf.eval_model import TitansLM
 from titans_hf.eval_records import read_record
 from titans_hf.evaluation import evaluate
+from titans_hf.tables import measured
 
 pytestmark = pytest.mark.usefixtures("libraries_as_before")
 SEGMENT = 8
@@ -126,6 +129,21 @@ def test_a_baseline_is_measured_by_the_same_command(baseline, tmp_path):
     record = read_record(tmp_path / "x.json")
     assert (record["model"]["variant"], record["model"]["memory"]) == ("llama", "none")
     assert record["settings"]["max_length"] == 32
+    assert record["settings"]["inputs_cut"] == 2  # yes and no, behind a passage of more than 32 bytes
+    assert "did not fit, 2 inputs cut to 32 tokens" in done.stderr
+    assert ", from files, 2 inputs cut to 32 tokens; " in measured(record)
+
+
+@torch.no_grad()
+def test_a_baseline_in_bfloat16_is_scored_in_float32(baseline):
+    """As a Titans model is: rounded to bfloat16, sums of logarithms would keep two or three digits."""
+    half, rows = copy.deepcopy(baseline).bfloat16(), draw(*LENGTHS)
+    found = likelihoods(evaluation.open_lm(half, chat_tokenizer(), batch_size=1), rows)
+    expected = []
+    for ids in map(torch.tensor, rows):
+        logits = half(ids[None, :-1]).logits[0].float()
+        expected.append(logits.log_softmax(-1).gather(-1, ids[1:, None]).sum().item())
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_what_has_no_memory_cannot_have_it_switched_off(baseline, tmp_path):

@@ -14,8 +14,9 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install tit
 import lm_eval
 from lm_eval.models.huggingface import HFLM
 
+from titans_hf.chance import CHANCE, level
 from titans_hf.cli import app
-from titans_hf.eval_files import READERS, VARIABLE, data_folder, documents
+from titans_hf.eval_files import COUNTS, READERS, VARIABLE, data_folder, documents
 from titans_hf.eval_model import TitansLM
 from titans_hf.eval_records import read_record
 from titans_hf.evaluation import TASK_FOLDER, evaluate, load_tasks, task_manager
@@ -27,7 +28,6 @@ with_real_files = pytest.mark.skipif(
     not REAL.is_dir(), reason="the benchmarks' own files are not in ../shared/data/lm_eval"
 )
 TASKS = paper_table(1).tasks
-COUNTS = dict(zip(TASKS, (62, 5153, 1838, 10042, 1267, 2376, 1172, 1954, 3270), strict=True))
 
 
 def lines(*rows: dict) -> str:
@@ -178,6 +178,17 @@ def test_the_real_files_are_complete(task):
     assert data_folder(REAL.parent) == REAL  # the folder above does as well
 
 
+@with_real_files
+def test_chance_is_what_the_real_files_make_of_a_guess():
+    for task in set(CHANCE) - {"hellaswag", "winogrande"}:  # which have four and two answers throughout
+        own = load_tasks([task], REAL)["tasks"][task]
+        asked = list(own.test_docs() if own.has_test_docs() else own.validation_docs())
+        guess = sum(100 / len(own.doc_to_choice(doc)) for doc in asked) / len(asked)
+        assert guess == pytest.approx(CHANCE[task], abs=0.05)
+    answers = [row["label"] for row in documents("boolq", REAL)]
+    assert 100 * sum(answers) / len(answers) == pytest.approx(level("boolq"), abs=0.05)
+
+
 def test_the_group_travels_with_the_package_and_names_the_papers_tasks():
     assert (TASK_FOLDER / "titans_table1.yaml").is_file()
     held = task_manager().task_index["titans_table1"].cfg["task"]
@@ -233,7 +244,7 @@ def test_a_record_says_what_was_read(record, folder):
     for task in TASKS:
         data = record["data"][task]
         assert data["source"] == "files"
-        assert data["documents"] == data["total"] == len(PUBLISHED[task][1])
+        assert (data["documents"], data["total"]) == (len(PUBLISHED[task][1]), COUNTS[task])
         assert set(data["files"]) == set(READERS[task][0])
 
 
@@ -310,7 +321,7 @@ def test_the_command_prints_the_figures_and_writes_the_record(folder, tmp_path, 
     record = read_record(tmp_path / "tiny-table1.json")
     assert list(record["metrics"]) == ["wikitext_ppl", "boolq_acc"]  # no average of a part
     assert record["settings"]["limit"] == 1
-    assert "1 of 2" in done.stdout
+    assert "1 of 3,270" in done.stdout
     assert "wikitext" in done.stdout
     assert "piqa" not in done.stdout
     assert not list(tmp_path.glob("*.part"))

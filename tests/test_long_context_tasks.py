@@ -24,7 +24,7 @@ from titans_hf import eval_model, eval_needles, evaluation
 from titans_hf.cli import app
 from titans_hf.eval_babilong import scatter
 from titans_hf.eval_files import VARIABLE
-from titans_hf.eval_model import TitansLM, UncutLM
+from titans_hf.eval_model import CheckedLM, TitansLM
 from titans_hf.eval_needles import prepare_niah
 from titans_hf.eval_records import check_record, read_record
 from titans_hf.eval_texts import books, prose, questions, sentences, story_file, words
@@ -420,7 +420,7 @@ def test_a_row_is_done_at_its_end_of_text(folder, model):
 def test_a_prompt_is_refused_rather_than_cut(model, tokenizer):
     text = "a" * 60
     assert TitansLM(pretrained=model, tokenizer=tokenizer).max_length == 2**21
-    for kind in (TitansLM, UncutLM):
+    for kind in (TitansLM, CheckedLM):
         lm = kind(pretrained=model, tokenizer=tokenizer, max_length=64)
         answers(lm, [text], tokens=4)
         with pytest.raises(ValueError, match="a prompt of 60 tokens .* max_length=64: ask for shorter ones"):

@@ -108,16 +108,20 @@ def test_markdown_has_the_papers_rows_and_ours_beneath():
     text = markdown(TABLE, [make_record("runs/a|b", **table1_metrics())])
     assert text.startswith("### Table 1")
     body = [line for line in text.split("\n") if line.startswith("|")]
-    assert len(body) == 2 + 3 + len(ROWS) + 2
+    assert len(body) == 2 + 3 + len(ROWS) + 2 + 1
     assert all(line.replace(r"\|", "").count("|") == len(TABLE.columns) + 2 for line in body)
     assert r"| Titans (MAG)\* | **18.61** | **19.86** | **40.98** |" in text
     assert "| Titans (LMM) | **20.04** |" in text
-    ours = body[-1].split(" | ")
+    ours = body[-2].split(" | ")
     assert ours[0] == r"| runs/a\|b (MAC, 340M)\*"
     assert ours[1:4] == ["26.50", "29.50 ± 0.25", "32.00 ± 0.50"]
     assert ours[-1] == f"{sum(range(32, 40)) / 8:.2f} ± {0.5 / math.sqrt(8):.2f} |"
     assert "the first 7 documents of each task, from files" in text
     assert "760M, TTT: printed 47.32, the mean is 49.37" in text
+    assert body[-1] == "| chance | – | – | – | 50.00 | 25.00 | 50.00 | 25.00 | 25.00 | 33.33 | 62.20 | – |"
+    assert "for BoolQ it is one answer to every question" in text
+    assert "chance" not in markdown(TABLE, []).lower()  # the paper prints none
+    assert "chance" not in markdown(paper_table(5), [make_record(average=column(40.0))]).lower()
 
 
 def test_one_of_a_kind_is_not_called_the_best():
@@ -125,7 +129,7 @@ def test_one_of_a_kind_is_not_called_the_best():
     assert not highlighted(lonely, TABLE)
     better = {**table1_metrics(), "piqa_acc": column(99.0)}
     both = our_rows([make_record(**table1_metrics()), make_record("runs/b", **better)], TABLE)
-    assert {i for i, key in highlighted(both, TABLE) if key == "piqa_acc"} == {1}
+    assert highlighted(both, TABLE) == {(1, "piqa_acc"), (1, "average")}  # where all are equal none is the best
 
 
 def test_records_of_one_model_make_one_row():

@@ -7,6 +7,7 @@ are the newer form, shown for datasets that are registered there as benchmarks.
 import re
 from typing import TYPE_CHECKING
 
+from .chance import CHANCE, SAME_ANSWER, level
 from .paper_tables import NUMBERS, Column, paper_table
 from .tables import figure, measured, unit
 
@@ -19,16 +20,6 @@ CONTROLS = {
     "reset": "Memory reset: a control that puts the memory back to its start at each segment, while attention goes on.",
     "off": "Memory off: a control that never writes into the memory.",
 }
-CHANCE = {  # percent, of a guess among the answers
-    "piqa": 50.0,
-    "winogrande": 50.0,
-    "boolq": 50.0,
-    "social_iqa": 100 / 3,
-    "hellaswag": 25.0,
-    "arc_easy": 25.0,
-    "arc_challenge": 25.0,
-}
-SAME_ANSWER = {"boolq": 62.2}  # percent right by one answer to every question, where that is more
 HUB_NAMES = {"acc": "accuracy", "word_perplexity": "perplexity"}  # of lm-eval's metrics
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HEADINGS = {
@@ -137,11 +128,6 @@ def chance_note(record: dict) -> str:
     parts = [f"within two standard errors of chance, or below it: {', '.join(rest)}"] if rest else []
     parts += [f"above chance by more than that: {', '.join(above) or 'none'}"]
     return "; ".join(parts) + "."
-
-
-def level(task: str) -> float:
-    """What a task gives without reading it, in percent."""
-    return max(CHANCE[task], SAME_ANSWER.get(task, 0.0))
 
 
 def _whole_metrics(records: list[dict]) -> list[tuple[dict, dict, dict]]:

@@ -78,7 +78,7 @@ def evaluate(
     the eight accuracies. Table 2 is RULER's needles in a haystack (S-NIAH), BABILong is questions about facts that are
     scattered over books; their samples are as long as --lengths says, in the model's tokens. No input is cut, and long
     ones are read in bounded memory. Writes a record: what was found, on what data, by which versions. DIR may also hold
-    another causal model of transformers, as a baseline.
+    another causal model of transformers, as a baseline, whose record counts the inputs that had to be cut for it.
 
     \b
     titans eval runs/demo --limit 100
@@ -100,6 +100,7 @@ def evaluate(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from .eval_records import write_record
     from .evaluation import evaluate as run
+    from .tables import cut_inputs
 
     record = run(
         loaded.model,
@@ -116,6 +117,8 @@ def evaluate(
     )
     write_record(out, record)
     show(record)
+    if cut_inputs(record["settings"]):
+        say(f"did not fit{cut_inputs(record['settings'])}")
     say(f"record: {out}")
 
 

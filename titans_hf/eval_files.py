@@ -164,3 +164,14 @@ READERS: dict[str, tuple[tuple[str, ...], Callable[..., Iterator[dict]]]] = {
     "social_iqa": (("social_iqa/dev.jsonl", "social_iqa/dev-labels.lst"), _social_iqa),
     "boolq": (("boolq/val.jsonl",), _boolq),
 }
+COUNTS = {  # documents of the whole benchmark
+    "wikitext": 62,
+    "lambada_openai": 5153,
+    "piqa": 1838,
+    "hellaswag": 10042,
+    "winogrande": 1267,
+    "arc_easy": 2376,
+    "arc_challenge": 1172,
+    "social_iqa": 1954,
+    "boolq": 3270,
+}

@@ -1,7 +1,8 @@
 """lm-eval's Hugging Face model for Titans: inputs of any length in bounded memory, and none of them cut.
 
-Plain `--model hf` gives the same results. It takes the logits of a whole batch at once, though, [B, T, V]: articles of
-WikiText in a vocabulary of 32,000 are gigabytes. Here long inputs are read in pieces, through the cache.
+Plain `--model hf` gives the same results, in bfloat16 with `softmax_dtype=float32`. It takes the logits of a whole
+batch at once, though, [B, T, V]: articles of WikiText in a vocabulary of 32,000 are gigabytes. Here long inputs are
+read in pieces, through the cache.
 
 Two controls say what the memory is worth: `memory="off"` never writes into it, so that every token meets it as training
 has left it; `memory="reset"` puts it back there at each segment, while attention goes on.
@@ -76,8 +77,22 @@ def put_back(cache: TitansCache, start: TitansCache) -> None:
         layer.carry = replace(layer.carry, memory=memory, segment_weights=segment)
 
 
-class UncutLM(HFLM):
-    """HFLM that refuses a prompt which is too long for the model, where HFLM cuts its beginning."""
+class CheckedLM(HFLM):
+    """HFLM that says what does not fit into the model, and takes likelihoods in float32 at least.
+
+    A prompt to write on from is refused, where HFLM cuts its beginning. An input whose likelihood is asked for is cut
+    as HFLM does it, and counted in `inputs_cut`. Neither befalls Titans, which reads any length.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.softmax_dtype = torch.promote_types(self.model.dtype, torch.float32)
+        self.inputs_cut = 0
+
+    def _loglikelihood_tokens(self, requests, *args, **kwargs) -> list[tuple[float, bool]]:
+        lengths = [len(context) + len(continuation) for _, context, continuation in requests]
+        self.inputs_cut += sum(length > self.max_length + 1 for length in lengths)  # the last token is not read
+        return super()._loglikelihood_tokens(requests, *args, **kwargs)
 
     def tok_batch_encode(
         self,
@@ -96,7 +111,7 @@ class UncutLM(HFLM):
         return ids, mask
 
 
-class TitansLM(UncutLM):
+class TitansLM(CheckedLM):
     """HFLM whose likelihoods are read in pieces of at most `logits / (B * V)` tokens.
 
     Args:

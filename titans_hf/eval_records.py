@@ -11,9 +11,10 @@ seconds             of the evaluation, without loading
 model               name, variant (of a baseline its model type), parameters, dtype, memory ("on"; "off", never written;
                     "reset", put back at each segment; "none", of a baseline)
 settings            limit (documents a task; null is all), batch_size, max_length, num_fewshot, bootstrap_iters;
-                    of table2 and babilong also their lengths, and the limit is that of each
+                    of table2 and babilong also their lengths, and the limit is that of each; of a baseline also
+                    inputs_cut, how many inputs lost their beginning to its max_length
 data                by task: source ("files", "hub", or "noise", which needs neither), the dataset, lm-eval's version of
-                    the task, documents scored, total, and the files' SHA-256
+                    the task, documents scored, the benchmark's total, and the files' SHA-256
 metrics             by column of the paper's tables (see `paper/`): value and stderr in the unit of the paper, unit,
                     task and metric of lm-eval. A value that is not finite is null, and so is a stderr that lm-eval
                     does not have

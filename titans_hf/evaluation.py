@@ -14,7 +14,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .eval_files import check_files, data_folder, digests, given_folder
+from .eval_files import COUNTS, check_files, data_folder, digests, given_folder
 from .eval_records import FORMAT, VERSION, provenance, stderr_of_mean
 from .long_suites import TASKS as LONG_TASKS
 from .long_suites import check_texts, columns, length_name, read_lengths
@@ -163,6 +163,7 @@ def evaluate(
             "num_fewshot": SHOTS[suite],
             "bootstrap_iters": BOOTSTRAPS,
             **({"lengths": [length_name(length) for length in read]} if read else {}),
+            **({} if is_titans(model) else {"inputs_cut": lm.inputs_cut}),
         },
         "data": {task: describe_data(task, loaded["tasks"][task], results, folder) for task in chosen},
         "metrics": read_metrics(
@@ -175,13 +176,13 @@ def open_lm(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch_size: int, memory: str = "on"
 ) -> "HFLM":
     """The model as lm-eval sees it. A baseline reads as far as its `max_position_embeddings`, as lm-eval has it."""
-    from .eval_model import TitansLM, UncutLM
+    from .eval_model import CheckedLM, TitansLM
 
     if is_titans(model):
         return TitansLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, memory=memory)
     if memory != "on":
         raise ValueError(f"`memory` must be left out: {model.config.model_type!r} is a baseline without one")
-    return UncutLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    return CheckedLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
 
 
 def is_titans(model: "PreTrainedModel") -> bool:
@@ -214,6 +215,8 @@ def describe_data(name: str, task, results: dict, folder: Path | None) -> dict:
     if hasattr(task, "describe_source"):  # a task of long context, which asks once for each document
         counts = {**counts, "effective": len(task.instances)}
         return {**task.describe_source(), **_counted(task, counts)}
+    if folder:
+        counts = {**counts, "original": COUNTS[name]}
     return {
         "source": "files" if folder else "hub",
         "dataset": ", ".join(filter(None, (task.DATASET_PATH, task.DATASET_NAME))),

@@ -1,13 +1,14 @@
-"""A table of the paper as a picture: a panel a column, the paper's rows as dots by size of model, ours as stars."""
+"""A table of the paper as a picture: a panel a column, rows of the paper as dots by size of model, ours as stars."""
 
 from pathlib import Path
 
 from .paper_tables import Column, Row, Table
 from .snapshots import whole_file
-from .tables import OURS, OurRow, groups_with, heading
+from .tables import OURS, OurRow, chance_levels, groups_with, heading
 
 COLOURS = {"LMM": "#009e73", "MAC": "#d55e00", "MAG": "#0072b2", "MAL": "#cc79a7"}  # told apart by any eye
 OTHERS = "#b5b5b5"
+CHANCE_LINE = {"color": "black", "linewidth": 0.8, "linestyle": ":"}
 ACROSS = 4  # panels
 
 
@@ -24,16 +25,18 @@ def save_png(path: Path, table: Table, records: list[dict]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    groups = groups_with(table, records)
+    groups, levels = groups_with(table, records), chance_levels(table)
     across = min(ACROSS, len(table.columns))
     down = -(-len(table.columns) // across)
     sheet, panels = plt.subplots(down, across, figsize=(3.4 * across, 2.7 * down + 0.6), squeeze=False)
     for panel, column in zip(panels.flat, table.columns):
         draw_panel(panel, column, groups)
+        if column.key in levels:
+            panel.axhline(levels[column.key], **CHANCE_LINE, zorder=0)
     for panel in list(panels.flat)[len(table.columns) :]:
         panel.axis("off")
     sheet.suptitle(f"Table {table.number}: {table.title}")
-    sheet.legend(handles=legend(OURS in groups), loc="lower center", ncols=6, frameon=False)
+    sheet.legend(handles=legend(OURS in groups, bool(levels)), loc="lower center", ncols=7, frameon=False)
     sheet.tight_layout(rect=(0, 0.35 / sheet.get_figheight(), 1, 1))
     with whole_file(path) as temporary:
         sheet.savefig(temporary, format="png", dpi=130)
@@ -66,7 +69,7 @@ def draw_row(panel, place: int, row: Row, key: str) -> None:
         panel.plot(lane, row.values[key], "o", markersize=3 if name is None else 5, color=colour, zorder=1 + bool(name))
 
 
-def legend(with_ours: bool) -> list:
+def legend(with_ours: bool, with_chance: bool) -> list:
     from matplotlib.lines import Line2D
 
     def sign(mark: str, colour: str, label: str) -> Line2D:
@@ -74,4 +77,5 @@ def legend(with_ours: bool) -> list:
 
     titans = [sign("o", colour, f"Titans ({name})") for name, colour in COLOURS.items()]
     ours = [sign("*", "black", "titans-hf, one standard error")] if with_ours else []
-    return [*titans, sign("o", OTHERS, "other models"), *ours]
+    chance = [Line2D([], [], **CHANCE_LINE, label="chance")] if with_chance else []
+    return [*titans, sign("o", OTHERS, "other models"), *ours, *chance]

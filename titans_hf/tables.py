@@ -5,6 +5,7 @@ import io
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .chance import CHANCE, level
 from .eval_records import stderr_of_mean
 from .paper_tables import Column, Row, Table
 
@@ -66,13 +67,27 @@ def count(parameters: int) -> str:
 
 def measured(record: dict) -> str:
     """How a record came about, in a line."""
-    limit = record["settings"]["limit"]
-    each = "each task and length" if "lengths" in record["settings"] else "each task"
-    some = "all documents" if limit is None else f"the first {limit} documents of {each}"
     source = " and ".join(sorted({held["source"] for held in record["data"].values()}))
     version, commit = record["versions"]["lm_eval"], record["commit"] or "unknown"
     how = f"{record['model']['dtype']}, lm-eval {version}, commit {commit}, {record['date']}"
-    return f"{record['suite']}: {some}, from {source}; {how}: `{record['command']}`"
+    read = f"{which_documents(record)}, from {source}{cut_inputs(record['settings'])}"
+    return f"{record['suite']}: {read}; {how}: `{record['command']}`"
+
+
+def which_documents(record: dict) -> str:
+    limit = record["settings"]["limit"]
+    if all(held["documents"] == held["total"] for held in record["data"].values()):
+        return "all documents"
+    if limit is None:
+        return "all documents of files that do not hold the whole benchmark"
+    each = "each task and length" if "lengths" in record["settings"] else "each task"
+    return f"the first {limit} documents of {each}"
+
+
+def cut_inputs(settings: dict) -> str:
+    """What a baseline could not hold, if there was anything."""
+    cut = settings.get("inputs_cut")
+    return f", {cut:,} inputs cut to {settings['max_length']:,} tokens" if cut else ""
 
 
 def groups_with(table: Table, records: list[dict]) -> dict[str, list[Row]]:
@@ -82,13 +97,13 @@ def groups_with(table: Table, records: list[dict]) -> dict[str, list[Row]]:
 
 
 def highlighted(rows: list[Row], table: Table) -> set[tuple[int, str]]:
-    """The best of the simple and of the hybrid models in each column, where there are two to compare."""
+    """The best of the simple and of the hybrid models in each column, where they differ."""
     found = set()
     for column in table.columns if table.highlight else ():
         for kind in ("simple", "hybrid"):
             alike = [(i, row.values) for i, row in enumerate(rows) if row.kind == kind]
             values = {i: held[column.key] for i, held in alike if column.key in held}
-            best = column.best(list(values.values())) if len(values) > 1 else None
+            best = column.best(list(values.values())) if len(set(values.values())) > 1 else None
             found |= {(i, column.key) for i, value in values.items() if value == best}
     return found
 
@@ -128,7 +143,20 @@ def markdown(table: Table, records: list[dict]) -> str:
             star = r"\*" if row.kind == "hybrid" and table.highlight else ""
             cells = [cell(row, column, table.decimals, (i, column.key) in bold) for column in table.columns]
             lines.append(_line([_escape(row.model) + star, *cells]))
+    if OURS in found and chance_levels(table):
+        lines.append(chance_line(table))
     return "\n".join([*lines, "", *_footnotes(table, found.get(OURS, [])), ""])
+
+
+def chance_levels(table: Table) -> dict[str, float]:
+    """By key of a column, what it shows of a model that knows nothing, where that is more than 0."""
+    return {column.key: level(column.task) for column in table.columns if column.task in CHANCE}
+
+
+def chance_line(table: Table) -> str:
+    levels = chance_levels(table)
+    cells = [figure(levels[column.key], table.decimals) if column.key in levels else "–" for column in table.columns]
+    return _line(["chance", *cells])
 
 
 def _line(cells: list[str]) -> str:
@@ -145,6 +173,8 @@ def _footnotes(table: Table, ours: list[OurRow]) -> list[str]:
     wrong = table.source["does_not_add_up"]
     if wrong:
         notes.append("Means that do not add up in the paper: " + "; ".join(wrong) + ".")
+    if ours and chance_levels(table):
+        notes.append("Chance is a guess among the answers; for BoolQ it is one answer to every question.")
     for row in ours:
         notes += [f"{_escape(row.model)}: {note}" for note in row.notes]
     return [f"- {note}" for note in notes]
