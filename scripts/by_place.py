@@ -1,6 +1,6 @@
 """How well a model reads, by place in the text, with its memory on, put back at each segment, and never written.
 
-    python scripts/by_place.py runs/small/mag/model --data DATA
+    python scripts/by_place.py runs/small/mag/model --data DATA --tokens 12288
 
 DATA holds `wikitext2/wiki.test.raw`, by itself or under `lm_eval/`. Prints the mean loss of a token, in nats, over the
 articles of WikiText-2 that are long enough; they are cut at `--tokens`.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+from records import write_record
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", type=Path, help="folder of a Titans model and its tokenizer")
     parser.add_argument("--data", type=Path, required=True, help="folder of the benchmarks' files")
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--record", type=Path, help="write <record>.json")
     args = parser.parse_args(argv)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model).eval()
@@ -62,10 +64,14 @@ def main(argv: list[str] | None = None) -> None:
     places = list(pairwise(borders(args.tokens)))
     print(f"{len(ids)} articles")
     print(f"{'tokens':<8}" + "".join(f"{f'{start}-{end}':>12}" for start, end in places))
+    means = {}
     for memory in tqdm(MEMORY, desc="memory", leave=False):
         lm = TitansLM(pretrained=model, tokenizer=tokenizer, batch_size=len(ids), memory=memory)
         found = losses(lm, ids.to(model.device))
-        tqdm.write(f"{memory:<8}" + "".join(f"{found[start:end].mean():>12.3f}" for start, end in places))
+        means[memory] = [round(found[start:end].mean().item(), 4) for start, end in places]
+        tqdm.write(f"{memory:<8}" + "".join(f"{mean:>12.3f}" for mean in means[memory]))
+    if args.record:
+        write_record(args.record, model=args.model.as_posix(), articles=len(ids), places=places, nats_per_token=means)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 DATA holds `text/wikitext2.train.tokens` and `text/books/*.md`. Articles go through lm-eval's own detokeniser, as those
 of its test do; the rare words that WikiText-2 hides stay `<unk>`. Both kinds are shuffled together, and a byte-level
-BPE is learned from them. Writes `text.jsonl`, a document a line, and `tokenizer/`.
+BPE is learned from them. Writes `text.jsonl`, a document a line, `tokenizer/`, and `about.json` for their cards.
 """
 
 import argparse
@@ -59,6 +59,18 @@ def mix(articles: list[str], chapters: list[str], seed: int = SEED) -> list[str]
     return documents
 
 
+def describe(articles: int, chapters: int, novels: int, characters: int) -> dict:
+    """What the models' cards say of their text."""
+    return {
+        "language": "en",
+        "data": f"All {articles:,} articles of WikiText-2's training set, through lm-eval's detokeniser (rare words "
+        f"stay `<unk>`), and {chapters:,} chapters, drawn at random, of {novels:,} public-domain novels: equal parts, "
+        f"{characters / 1e6:.1f} million characters in a random order, read from the first on. The tokenizer, a "
+        f"byte-level BPE of {VOCABULARY:,} tokens, learned from the same text. Both are made by "
+        "`scripts/small_text.py`.",
+    }
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with text/wikitext2.train.tokens, text/books")
@@ -74,8 +86,10 @@ def main(argv: list[str] | None = None) -> None:
         train_tokenizer(documents, VOCABULARY).save_pretrained(folder)
     with whole_file(args.out / "text.jsonl") as file:
         file.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents), "utf-8")
-    characters = sum(map(len, documents))
-    chosen = len(documents) - len(articles)
+    characters, chosen = sum(map(len, documents)), len(documents) - len(articles)
+    about = describe(len(articles), chosen, len(list(novels.glob("*.md"))), characters)
+    with whole_file(args.out / "about.json") as file:
+        file.write_text(json.dumps(about, indent=1) + "\n", "utf-8")
     print(f"{len(articles)} articles, {chosen} of {len(chapters)} chapters, {characters:,} characters")
 
 

@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, default=Path("runs/stream"), help="write <record>.json, .csv and .png")
     arguments = parser.parse_args()
 
+    torch.set_num_threads(arguments.threads)  # as in the processes that read: the record names it
     runs = [in_own_process(variant, arguments) for variant in arguments.variants]
     rows = [row for run in runs for row in run]
     found = [problem for run in runs for problem in problems(run, arguments.tolerance)]

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard, parse_eval_result_entries
+from huggingface_hub import ModelCard, ModelCardData, parse_eval_result_entries
 from support import tiny_config
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+import titans_hf
 from titans_hf import cards
 from titans_hf.card_results import by_suite, chance_note, eval_files, eval_results
 from titans_hf.cards import fill_card, is_hub_id, preset_card, preset_names, public, read_model, trained_card
@@ -286,12 +287,6 @@ def test_chance_is_that_of_the_answers_and_of_the_commonest_one():
     assert chance_note(make_record(piqa_acc=(52.4, None))) == ""
 
 
-def test_records_from_before_the_controls_are_read():
-    old = make_record(**FIGURES)
-    del old["model"]["memory"]
-    assert list(by_suite([old])["table1"]) == ["on"]
-
-
 def test_the_same_evaluation_twice_is_refused():
     with pytest.raises(ValueError, match="two records are of table1 with the memory on"):
         by_suite([make_record(**FIGURES), make_record(**FIGURES)])
@@ -316,15 +311,62 @@ def test_bad_input_is_named(folder, name, text, expected):
 def test_only_an_empty_form_is_filled(tmp_path):
     """`push_to_hub` finds the repository's card, which stays, or leaves a form, which does not."""
     tiny_config("mac").save_pretrained(tmp_path)
-    card = tmp_path / "README.md"
-    card.write_text("---\nlicense: mit\n---\n# Mine\n")
+    says = "This is the model card of a model. This model card has been automatically generated."
+    form = ModelCard.from_template(ModelCardData(tags=["mine"]), model_description=says)
+    half_filled = str(form).replace("[More Information Needed]", "Ada", 1)
+    path = tmp_path / "README.md"
+    for own in ("---\nlicense: mit\n---\n# Mine\n", half_filled, f"{form}\nAnd this.\n"):
+        path.write_text(own, encoding="utf-8")
+        fill_card(tmp_path, "ada/tiny")
+        assert path.read_text(encoding="utf-8") == own
+    form.save(path)
     fill_card(tmp_path, "ada/tiny")
-    assert card.read_text() == "---\nlicense: mit\n---\n# Mine\n"
-    card.write_text("---\nlibrary_name: transformers\ntags: [mine]\n---\n# Form\n[More Information Needed]\n")
-    fill_card(tmp_path, "ada/tiny")
-    found = ModelCard.load(card)
+    found = ModelCard.load(path)
     assert {"mine", "titans-mac"} <= set(found.data.tags)
     assert "# tiny\n" in found.text
+
+
+@pytest.mark.parametrize(
+    ("architecture", "loads", "uses", "is_a"),
+    [
+        ("TitansForCausalLM", "AutoModelForCausalLM", "model.generate(", "language model"),
+        ("TitansForSequenceClassification", "AutoModelForSequenceClassification", ".logits", "model for text class"),
+        ("TitansModel", "AutoModel", ".last_hidden_state", "model for feature extraction"),
+    ],
+)
+def test_a_card_shows_how_its_own_kind_of_model_is_used(tmp_path, architecture, loads, uses, is_a):
+    config = tiny_config("mag", num_labels=3)
+    model = getattr(titans_hf, architecture)(config)
+    model.save_pretrained(tmp_path)
+    text = trained_card(read_model(tmp_path)).text
+    assert f"model = {loads}.from_pretrained(" in text
+    assert uses in text
+    assert f"A Titans (MAG) {is_a}" in text
+    assert f"| parameters | {model.num_parameters():,} " in text
+
+
+def test_babilong_has_a_result_for_each_task_and_length():
+    """The Hub tells figures of one dataset apart by its configuration and split."""
+    record = make_record(suite="babilong", limit=None)
+    hub = {
+        "source": "hub",
+        "dataset": "RMT-team/babilong",
+        "task_version": 1.0,
+        "documents": 2,
+        "total": 2,
+        "files": {},
+    }
+    figures = [(task, length) for task in ("qa1", "qa2") for length in ("0k", "4k")]
+    record["data"] = {f"babilong_{task}": hub for task, _ in figures}
+    record["metrics"] = {
+        f"{task}_{length}": dict(value=10.0 + i, stderr=1.0, unit="%", task=f"babilong_{task}", metric=length)
+        for i, (task, length) in enumerate(figures)
+    }
+    found = eval_results([record])
+    assert [(x.dataset_split, x.dataset_config) for x in found] == figures
+    read = ModelCardData(model_name="x", eval_results=found).to_dict()["model-index"][0]["results"]
+    assert [len(result["metrics"]) for result in read] == [1, 1, 1, 1]
+    assert eval_files([record]) == {}
 
 
 def run(*arguments, code: int = 0):

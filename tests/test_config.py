@@ -60,6 +60,8 @@ def test_the_bound_on_theta_follows_the_chunk_unless_it_is_set():
     assert TitansConfig(memory_chunk_size=16).memory_theta_max == 1 / 64
     assert TitansConfig(memory_chunk_size=16, memory_theta_max=0.2).memory_theta_max == 0.2
     assert TitansConfig.from_dict(TitansConfig(memory_chunk_size=16).to_dict()).memory_theta_max == 1 / 64
+    with pytest.raises(ValueError, match="`memory_theta_max` must be positive, got None: leave it out"):
+        TitansForCausalLM(TitansConfig.from_dict(TitansConfig().to_dict(), memory_theta_max=None))
 
 
 def test_only_mac_needs_its_chunks_to_divide_its_segments():

@@ -327,6 +327,23 @@ def test_the_command_prints_the_figures_and_writes_the_record(folder, tmp_path, 
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_a_record_is_replaced_unasked_only_by_the_same_measurement(folder, tmp_path, monkeypatch):
+    save_chat_model(tmp_path / "mag" / "model", "mag")  # as scripts/train.py leaves it
+    monkeypatch.chdir(tmp_path)
+    arguments = ["mag/model", "--data-dir", folder, "--tasks", "boolq"]
+    run(*arguments)
+    run(*arguments)
+    before = (tmp_path / "mag-table1.json").read_bytes()
+    for other, what in ((["--limit", 1], "limit"), (["--tasks", "piqa"], "tasks"), (["--name", "x"], "name")):
+        done = run(*arguments, *other, code=1)
+        assert f"mag-table1.json is the record of another {what}: name this one with --out" in done.stderr
+    run(*arguments, "--memory", "off")
+    assert read_record(tmp_path / "mag-table1-off.json")["model"]["memory"] == "off"
+    assert (tmp_path / "mag-table1.json").read_bytes() == before
+    run(*arguments, "--limit", 1, "--out", "mag-table1.json")
+    assert read_record(tmp_path / "mag-table1.json")["settings"]["limit"] == 1
+
+
 def test_errors_are_one_line_that_names_the_fix(folder, tmp_path, monkeypatch):
     save_chat_model(tmp_path / "tiny")
     cases = (

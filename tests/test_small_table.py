@@ -62,6 +62,36 @@ def test_the_text_is_articles_and_chapters_in_equal_parts(text):
     assert found[:600] != articles  # shuffled
 
 
+def test_what_cards_say_of_the_text_is_counted(text):
+    said = json.loads((text / "about.json").read_text())["data"]
+    chapters = len(documents(text)) - 600
+    assert "All 600 articles of WikiText-2's training set, " in said
+    assert f" and {chapters} chapters, drawn at random, of 1 public-domain novels" in said
+
+
+def test_a_model_that_was_trained_anew_is_measured_anew(tmp_path, monkeypatch):
+    """Records of the weights before must not stand beside the new training."""
+    monkeypatch.setattr(small_table, "RUNS", tmp_path / "runs")
+    run, records = tmp_path / "runs" / "mag", tmp_path / "records"
+    (run / "model").mkdir(parents=True)
+    (run / "model" / "config.json").write_text("{}")
+    (tmp_path / "runs" / "about.json").write_text("{}")
+    measured = []
+
+    def measure(*command: object) -> None:
+        measured.append(command[command.index("--out") + 1].name)
+        command[command.index("--out") + 1].write_text("{}")
+
+    monkeypatch.setattr(small_table, "run", measure)
+    for training, expected in (("1", 3), ("1", 0), ("2", 3)):
+        (run / "training.json").write_text(training)
+        small_table.measure("mag", tmp_path, records)
+        assert len(measured) == expected
+        measured.clear()
+    small_table.measure("mag", tmp_path, records)
+    assert (records / "titans-mag-3m" / "training.json").read_text() == "2"
+
+
 def test_the_text_is_the_same_each_time(text, tmp_path):
     small_text.main(["--data", str(write_data(tmp_path / "data")), "--out", str(tmp_path / "runs")])
     assert documents(tmp_path / "runs") == documents(text)

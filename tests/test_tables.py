@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import subprocess
 
 import pytest
 from typer.testing import CliRunner
@@ -142,6 +143,14 @@ def test_records_of_one_model_make_one_row():
     assert our_rows(records[:1], paper_table(2)) == []
 
 
+@pytest.mark.parametrize(("number", "key"), [(1, "average"), (5, "reasoning")])
+def test_a_task_that_was_measured_again_counts_in_the_average(number, key):
+    whole = make_record(**table1_metrics(), average=column(35.5, 0.1))
+    (row,) = our_rows([whole, make_record(piqa_acc=column(33.0 + 8.0, 1.5))], paper_table(number))
+    assert row.values[key] == pytest.approx(35.5 + 8 / 8)
+    assert row.errors[key] == pytest.approx(math.sqrt(7 * 0.5**2 + 1.5**2) / 8)
+
+
 def test_a_part_of_a_suite_has_no_average_and_what_diverged_is_left_out():
     (row,) = our_rows([make_record(piqa_acc=column(61.25), boolq_acc=column(None))], TABLE)
     assert row.values == {"piqa_acc": 61.25}
@@ -164,7 +173,8 @@ def test_the_command_writes_each_form(tmp_path):
     assert (tmp_path / "t.md").read_text(encoding="utf-8") == run(tmp_path / "a.json").stdout
     run(tmp_path / "a.json", "--format", "csv", "--out", tmp_path / "t.txt")
     assert (tmp_path / "t.txt").read_text(encoding="utf-8").startswith("source,group,model")
-    run(tmp_path / "a.json", "--table", 5, "--out", tmp_path / "t.png")
+    run(tmp_path / "a.json", "--table", 5, "--out", tmp_path / "t.PNG")
+    (tmp_path / "t.PNG").rename(tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*.part"))
 
@@ -173,6 +183,7 @@ def test_the_commands_errors_are_one_line(tmp_path):
     (tmp_path / "b.json").write_text('{"format": "other"}')
     cases = (
         (["--format", "png"], 2, "--out FILE.png"),
+        (["--out", tmp_path / "table.svg"], 2, "ends in none of .md, .csv, .png: say --format"),
         (["--table", 3], 1, "one of 1, 2, 5"),
         ([tmp_path / "none.json"], 1, "No such file"),
         ([tmp_path / "b.json"], 1, "not the record of a `titans eval`"),
@@ -243,9 +254,25 @@ def test_a_write_that_fails_leaves_the_old_record(tmp_path, monkeypatch):
 
 
 def test_the_commit_is_this_packages_or_none(tmp_path, monkeypatch):
-    """A wheel inside a stranger's repository does not borrow its commit."""
+    """A wheel inside a stranger's repository does not borrow its commit; files of ours that were changed are told."""
+
+    def git(*arguments: str) -> str:
+        told = ["-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
+        return subprocess.run(["git", *told], cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
     monkeypatch.setattr(eval_records, "__file__", str(tmp_path / "eval_records.py"))
     assert own_commit() is None
+    git("init")
+    (tmp_path / "theirs.py").write_text("")
+    git("add", ".")
+    git("commit", "-m", "theirs")
+    (tmp_path / "__init__.py").write_text("")
+    assert own_commit() is None
+    git("add", ".")
+    git("commit", "-m", "ours")
+    assert own_commit() == git("rev-parse", "--short", "HEAD")
+    (tmp_path / "__init__.py").write_text("changed")
+    assert own_commit() == git("rev-parse", "--short", "HEAD") + "-dirty"
     monkeypatch.setenv("PATH", "")
     assert own_commit() is None
 

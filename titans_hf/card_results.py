@@ -31,7 +31,7 @@ HEADINGS = {
 
 def setting(record: dict) -> str:
     """What was done to the memory while the record was made."""
-    return record["model"].get("memory", AS_TRAINED[0])
+    return record["model"]["memory"]
 
 
 def by_suite(records: list[dict]) -> dict[str, dict[str, dict]]:
@@ -94,8 +94,13 @@ def _title(key: str, own: dict[str, dict]) -> str:
 
 def _metric_name(metric: dict) -> str:
     """lm-eval's name; the figures of long context are accuracies, which it names by their length."""
-    name = metric["metric"] or metric["unit"]
-    return f"acc at {name} tokens" if name[0].isdigit() else name
+    return f"acc at {_length(metric)} tokens" if _length(metric) else metric["metric"] or metric["unit"]
+
+
+def _length(metric: dict) -> str | None:
+    """Of a figure of long context, the length that it is named by."""
+    name = metric["metric"] or ""
+    return name if name[:1].isdigit() else None
 
 
 def _cell(record: dict, key: str) -> str:
@@ -151,7 +156,8 @@ def eval_results(records: list[dict]) -> list["EvalResult"]:
             task_type="text-generation",
             dataset_type=dataset_id(data),
             dataset_name=metric["task"],
-            dataset_config=data["dataset"].partition(", ")[2] or None,
+            dataset_config=data["dataset"].partition(", ")[2] or _length(metric),
+            dataset_split=metric["task"].rpartition("_")[2] if _length(metric) else None,  # BABILong's qa1 to qa5
             metric_type=HUB_NAMES.get(metric["metric"] or "", "accuracy" if metric["unit"] == "%" else "perplexity"),
             metric_name=f"{_metric_name(metric)}, {record['settings']['num_fewshot']}-shot",
             metric_value=round(metric["value"], 2),
@@ -166,13 +172,16 @@ def dataset_id(data: dict) -> str:
 
 
 def eval_files(records: list[dict]) -> dict[str, str]:
-    """The accuracies as the Hub's `.eval_results/*.yaml`, by path in the repository; tasks have lm-eval's names."""
+    """The accuracies as the Hub's `.eval_results/*.yaml`, by path in the repository; tasks have lm-eval's names.
+
+    Those of long context stay out: the form has no place for a length.
+    """
     import yaml
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
     entries: dict[str, list] = {}
     for record, metric, data in _whole_metrics(records):
-        if metric["unit"] == "%":
+        if metric["unit"] == "%" and not _length(metric):
             how = f"{_metric_name(metric)}, {record['settings']['num_fewshot']}-shot, stderr {metric['stderr']}"
             notes = f"lm-eval {record['versions']['lm_eval']}, {metric['task']}, {how}"
             value = round(metric["value"], 2)

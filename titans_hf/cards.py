@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from .card_results import eval_results, result_tables
 from .cli_info import describe, find_dtype
-from .cli_support import CommandError, Dtype, size
+from .cli_support import CommandError, Dtype, folder_name, size
 from .eval_records import FORMAT, read_record
 from .paper_tables import Row, paper_table
 from .tables import count, figure, heading
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 TEMPLATE = Path(__file__).parent / "card_template.md"
 LICENSE, LIBRARY = "apache-2.0", "transformers"
-UNFILLED = "[More Information Needed]"  # in the form that transformers and huggingface_hub leave where there is no card
+FORM_SAYS = "This model card has been automatically generated."  # in the form of transformers, where there is no card
 VARIANTS = {
     "mac": "MAC, memory as context (Section 4.1)",
     "mag": "MAG, memory as gate (Section 4.2)",
@@ -36,6 +36,7 @@ VARIANTS = {
     "lmm": "LMM, the memory alone (Section 4.3)",
 }
 PIPELINES = {"TitansForSequenceClassification": "text-classification", "TitansModel": "feature-extraction"}
+AUTO_CLASSES = {"TitansForSequenceClassification": "AutoModelForSequenceClassification", "TitansModel": "AutoModel"}
 TAGS = ["titans", "neural-memory", "test-time-training"]
 # What scripts/recipes/ says, for cards made where the recipes are not; a test compares them.
 PAPER_RECIPE = {
@@ -82,6 +83,10 @@ class Model:
         return self.config.get("model_type") == "titans"
 
     @property
+    def architecture(self) -> str:
+        return (self.config.get("architectures") or [""])[0]
+
+    @property
     def recipe(self) -> dict:
         return self.training["recipe"] if self.training else {}
 
@@ -104,12 +109,6 @@ def find_training(folder: Path) -> Path | None:
     """`training.json` in the folder, or beside it where it is the `model` of a run of scripts/train.py."""
     homes = [folder, *([folder.resolve().parent] if folder.resolve().name == "model" else [])]
     return next((home / "training.json" for home in homes if (home / "training.json").is_file()), None)
-
-
-def folder_name(folder: Path) -> str:
-    """The folder's name; scripts/train.py calls every model's `model`, and the run's folder tells them apart."""
-    folder = folder.resolve()
-    return folder.parent.name if folder.name == "model" else folder.name
 
 
 def read_json(path: Path, what: str) -> dict:
@@ -184,11 +183,10 @@ def trained_card(model: Model, repo_id: str | None = None) -> "ModelCard":
     """The card of a model that was trained, Titans or a baseline of transformers'."""
     config = titans_config(model)
     facts = describe(config, find_dtype(config, Dtype.auto)) if config else None
-    architecture = (model.config.get("architectures") or [""])[0]
     results = eval_results(model.records)
     return render(
         card_data(
-            pipeline_tag=PIPELINES.get(architecture, "text-generation"),
+            pipeline_tag=PIPELINES.get(model.architecture, "text-generation"),
             tags=[*TAGS, f"titans-{config.variant}"] if config else [model.config.get("model_type", "baseline")],
             language=language(model),
             datasets=datasets(model),
@@ -199,6 +197,7 @@ def trained_card(model: Model, repo_id: str | None = None) -> "ModelCard":
         trained=True,
         titans=config is not None,
         repo_id=repo_id or model.name,
+        auto_class=AUTO_CLASSES.get(model.architecture, "AutoModelForCausalLM"),
         summary=summary(model, facts),
         model_rows=titans_rows(config, facts) if config else baseline_rows(model),
         memory_rows=memory_rows(facts) if facts else [],
@@ -335,7 +334,9 @@ def summary(model: Model, facts: dict | None) -> str:
     number = parameters(model, facts)
     of = f" of {count(number)} parameters" if number else ""
     trained = f", trained on {count(model.training['tokens'])} tokens" if model.training else ""
-    return f"A {kind} language model{of}{trained} with titans-hf."
+    task = PIPELINES.get(model.architecture)
+    noun = f"model for {task.replace('-', ' ')}" if task else "language model"
+    return f"A {kind} {noun}{of}{trained} with titans-hf."
 
 
 def training_rows(model: Model) -> list[tuple[str, str]]:
@@ -420,12 +421,23 @@ def trained_limits(model: Model) -> list[str]:
     return limits
 
 
+def is_empty_form(card: "ModelCard") -> bool:
+    """Whether nobody has written into it: each place of huggingface_hub's form is as it was."""
+    from huggingface_hub import ModelCard
+
+    said = next((line for line in card.text.splitlines() if FORM_SAYS in line), None)
+    if said is None:
+        return False
+    form = ModelCard.from_template(card.data, model_description=said)
+    return form.text.split() == card.text.split()
+
+
 def fill_card(folder: str | Path, repo_id: str) -> None:
     """Put a card of the model in place of the empty form that transformers leaves where a repository has none."""
     from huggingface_hub import ModelCard
 
     path = Path(folder) / "README.md"
-    if not path.is_file() or UNFILLED not in path.read_text(encoding="utf-8"):
+    if not path.is_file() or not is_empty_form(ModelCard.load(path)):
         return
     card = trained_card(read_model(Path(folder), name=repo_id.split("/")[-1]), repo_id)
     extra = ModelCard.load(path).data.tags or []

@@ -10,7 +10,16 @@ from typing import Annotated
 
 import typer
 
-from .cli_support import CommandError, DeviceOption, Dtype, DtypeOption, check_output, load_to_measure, say
+from .cli_support import (
+    CommandError,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    check_output,
+    folder_name,
+    load_to_measure,
+    say,
+)
 from .eval_files import VARIABLE
 
 
@@ -67,7 +76,8 @@ def evaluate(
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="What the record calls the model; left out, DIR.")] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="The record; left out, MODEL-SUITE.json, here.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="The record; left out, MODEL-SUITE.json or -off.json, here."),
     ] = None,
     dtype: DtypeOption = Dtype.auto,
     device: DeviceOption = "auto",
@@ -89,13 +99,14 @@ def evaluate(
         if find_spec(package) is None:
             raise CommandError(f"titans eval needs {package}: pip install 'titans-hf[eval]'")
     from .evaluation import check_data, choose_tasks
-    from .long_suites import read_lengths
+    from .long_suites import length_name, read_lengths
 
     chosen = choose_tasks(suite.value, split_names(tasks))
     folder = check_data(suite.value, chosen, data_dir)
-    read_lengths(suite.value, lengths)
-    out = out or Path(f"{Path(model).resolve().name}-{suite.value}.json")
-    check_record_output(out)
+    read = [length_name(length) for length in read_lengths(suite.value, lengths)]
+    asked = {"name": name or model, "tasks": chosen, "limit": limit, "lengths": read}
+    check_record_output(out or default_output(model, suite, memory), None if out else asked)
+    out = out or default_output(model, suite, memory)
     loaded = load_to_measure(model, dtype, device)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from .eval_records import write_record
@@ -126,16 +137,28 @@ def split_names(text: str | None) -> list[str] | None:
     return None if text is None else [name for name in text.replace(",", " ").split() if name]
 
 
-def check_record_output(out: Path) -> None:
-    """A record may take the place of a record, not of another file."""
+def default_output(model: str, suite: Suite, memory: Memory) -> Path:
+    control = "" if memory is Memory.on else f"-{memory.value}"
+    return Path(f"{folder_name(Path(model))}-{suite.value}{control}.json")
+
+
+def check_record_output(out: Path, asked: dict | None) -> None:
+    """A record may take the place of a record, not of another file; unasked only of one of the same measurement."""
     from .eval_records import read_record
 
     check_output(out, memory=False)
-    if out.exists():
-        try:
-            read_record(out)
-        except ValueError as error:
-            raise CommandError(f"{out} exists and is not a record: choose another name with --out") from error
+    if not out.exists():
+        return
+    try:
+        found = read_record(out)
+    except ValueError as error:
+        raise CommandError(f"{out} exists and is not a record: choose another name with --out") from error
+    settings = found["settings"]
+    known = {"name": found["model"]["name"], "tasks": list(found["data"]), "limit": settings["limit"]}
+    known["lengths"] = settings.get("lengths", [])
+    other = [name for name, value in known.items() if asked and asked[name] != value]
+    if other:
+        raise CommandError(f"{out} is the record of another {other[0]}: name this one with --out")
 
 
 def show(record: dict) -> None:
@@ -200,7 +223,9 @@ def table(
     from .paper_tables import paper_table
     from .tables import markdown, our_rows, to_csv, write_text
 
-    kind = kind or (SUFFIXES.get(out.suffix, Format.markdown) if out else Format.markdown)
+    if kind is None and out is not None and out.suffix.lower() not in SUFFIXES:
+        raise typer.BadParameter(f"{out} ends in none of {', '.join(SUFFIXES)}: say --format", param_hint="--out")
+    kind = kind or (SUFFIXES[out.suffix.lower()] if out else Format.markdown)
     if out is None and kind is Format.png:
         raise typer.BadParameter("a picture needs a file: pass --out FILE.png", param_hint="--out")
     if out is not None:

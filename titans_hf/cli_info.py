@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .configuration_titans import TitansConfig
 
 CONTEXTS = {"4K": 2**12, "128K": 2**17, "2M": 2**21}
+CAUSAL = "TitansForCausalLM"
+ARCHITECTURES = (CAUSAL, "TitansForSequenceClassification", "TitansModel")
 TRITON, TORCH = "Triton kernels", "chunk form in torch"
 
 
@@ -91,22 +93,23 @@ def describe(config: "TitansConfig", dtype: "torch.dtype") -> dict:
     }
 
 
-def on_paper(config: "TitansConfig"):
+def on_paper(config: "TitansConfig", architecture: str = CAUSAL):
     """The model without its numbers."""
     import torch
 
-    from .modeling_titans import TitansForCausalLM
+    from . import modeling_titans
 
     with torch.device("meta"):
-        return TitansForCausalLM(config).eval()
+        return getattr(modeling_titans, architecture)(config).eval()
 
 
 def count_parameters(config: "TitansConfig") -> dict[str, int]:
     """All, and all but the tables that turn tokens into vectors and back."""
-    model = on_paper(config)
-    tables = {id(x): x.numel() for x in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
+    model = on_paper(config, next((name for name in config.architectures or () if name in ARCHITECTURES), CAUSAL))
+    tables = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
+    sizes = {id(table.weight): table.weight.numel() for table in tables}  # once, where they are tied
     count = model.num_parameters()
-    return {"all": count, "without_embeddings": count - sum(tables.values())}
+    return {"all": count, "without_embeddings": count - sum(sizes.values())}
 
 
 def read_one_token(config: "TitansConfig", dtype: "torch.dtype") -> tuple["TitansCacheLayer", "TitansCacheLayer"]:

@@ -40,7 +40,7 @@ def push(
 
     Nothing else in the folder goes up. Before anything is sent, the model is loaded in a process without titans_hf, by
     trust_remote_code, and must give the package's logits. A repository that is there is renewed if it is empty or holds
-    the same model (same configuration, other weights); anything else in it stays, unless --overwrite.
+    the same model (same configuration, other weights), its card too; anything else in it stays, unless --overwrite.
 
     \b
     titans push runs/small/mag/model --repo-id user/titans-mag-small --dry-run

@@ -53,6 +53,12 @@ def size(count: float) -> str:
         count /= 1024
 
 
+def folder_name(folder: Path) -> str:
+    """The folder's name; scripts/train.py calls every model's `model`, and the run's folder tells them apart."""
+    folder = folder.resolve()
+    return folder.parent.name if folder.name == "model" else folder.name
+
+
 def quiet() -> None:
     """Keep libraries from talking: a command's messages are its own."""
     for name in ("torchao", "torch.utils._pytree"):

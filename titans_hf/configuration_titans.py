@@ -34,8 +34,9 @@ class TitansConfig(PreTrainedConfig):
         memory_chunk_size: spacing of the grid on which the memory's gradients are taken (Eq. 16). It is part of what
             was trained: do not change it afterwards.
         memory_max_surprise: cap on the norm of each token's gradient per memory layer; None is the paper's letter.
-        memory_theta_max: upper end of `theta / (1 - eta)`, of what a token's gradient moves the memory by once momentum
-            has spent it; by default a quarter of `1 / memory_chunk_size`, beyond which equal keys overshoot.
+        memory_theta_max: upper end of `theta / (1 - eta)`, which at a steady eta is what a gradient moves the memory by
+            once momentum has spent it. By default `1 / (4 * memory_chunk_size)`, saved as a number: it does not follow
+            a chunk size that is changed later.
         memory_eta_max: upper end of the momentum decay eta; the momentum sums at most `1 / (1 - memory_eta_max)` steps.
         memory_gates: "token" (gates per token) or "chunk" (gates of a chunk from its first token, Section 3.2).
         memory_momentum, memory_forget, memory_conv: switches for the ablations of Table 5.
@@ -177,8 +178,11 @@ class TitansConfig(PreTrainedConfig):
     def _check_ranges(self) -> None:
         if self.memory_max_surprise is not None and not self.memory_max_surprise > 0:
             raise ValueError(f"`memory_max_surprise` must be positive, or None; got {self.memory_max_surprise}")
-        if not self.memory_theta_max > 0:
-            raise ValueError(f"`memory_theta_max` must be positive, got {self.memory_theta_max}")
+        if self.memory_theta_max is None or not self.memory_theta_max > 0:
+            raise ValueError(
+                f"`memory_theta_max` must be positive, got {self.memory_theta_max}: leave it out for "
+                "1 / (4 * memory_chunk_size)"
+            )
         if not 0 < self.memory_eta_max <= 0.999:
             raise ValueError(
                 f"`memory_eta_max` must be in (0, 0.999], got {self.memory_eta_max}: "

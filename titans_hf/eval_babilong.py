@@ -103,7 +103,7 @@ class BabilongTask(LongTask):
         if self.folder is None:
             return {"source": "hub", "dataset": self.DATASET_PATH, "files": {}}
         paths = [story_file(self.config.test_split, self.folder), *(book.path for book in self.books)]
-        return {"source": "files", "dataset": "bAbI en-10k, books", "files": file_digests(paths, self.folder)}
+        return {"source": "files", "dataset": "bAbI, books", "files": file_digests(paths, self.folder)}
 
 
 def scatter(facts: Sequence[str], between: Sequence[str], seed: str) -> str:

@@ -29,9 +29,13 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import __version__
 from .snapshots import whole_file
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT, VERSION = "titans evaluation", 1
 PACKAGES = ("torch", "transformers", "lm_eval", "datasets")
@@ -105,7 +109,7 @@ def _check(found: object, wanted: dict | tuple, where: str, field: str) -> None:
         _check(found[name], wanted.get("*", wanted.get(name)), where, inner)
 
 
-def provenance(device: object = "cpu", command: str | None = None) -> dict:
+def provenance(device: "torch.device | str" = "cpu", command: str | None = None) -> dict:
     """Where the present run comes from. The command is this process's, unless it is given."""
     import torch
 
@@ -114,8 +118,15 @@ def provenance(device: object = "cpu", command: str | None = None) -> dict:
         "date": time.strftime("%Y-%m-%d"),
         "commit": own_commit(),
         "versions": {"titans_hf": __version__, **{name: _version(name) for name in PACKAGES}},
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {device}",
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {device_name(torch.device(device))}",
     }
+
+
+def device_name(device: "torch.device") -> str:
+    """The device, and of a GPU what it is."""
+    import torch
+
+    return f"{device}, {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
 
 
 def _version(package: str) -> str:

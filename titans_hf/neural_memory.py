@@ -83,11 +83,13 @@ class CausalConv(nn.Module):
 class WriteGates(nn.Module):
     """The step size theta, the momentum decay eta and the forget gate alpha of every token, per head.
 
-    Theta is a share of `memory_theta_max * (1 - eta)`: momentum adds up `1 / (1 - eta)` steps, so what a token moves
-    the memory by in the end is at most `memory_theta_max` times its gradient. All gradients of a chunk are taken at the
-    same weights and overshoot together where `2 theta / (1 - eta)` times the chunk's length exceeds 2 and its keys are
-    alike, as those of ordinary text are. Up to `1 / chunk` a linear memory cannot; a deep one is steeper by the square
-    of what it has learned, and at `1 / chunk` gradient norms of a small LMM reached 3,000. The default is a quarter.
+    Theta is a share of `memory_theta_max * (1 - eta)`. The momentum is then a weighted mean of past gradients, so that
+    no token moves the memory by more than `memory_theta_max` times the largest of them; with an eta that stays the same
+    that is also the most that a gradient moves it by in the end. All gradients of a chunk are taken at the same weights
+    and overshoot together where `2 theta / (1 - eta)` times the chunk's length exceeds 2 and its keys are alike, as
+    those of ordinary text are. Up to `1 / chunk`, and with an eta that stays the same, a linear memory does not; a deep
+    one is steeper by the square of what it has learned, hence a quarter of that by default. An eta that rises behind a
+    large step spends it many times over: what bounds the memory then is `memory_max_surprise`.
 
     The weights start at zero, so that at first every token is written alike. The biases start theta and eta at half
     their maximum, and alpha at a half-life of 1,386 tokens: a deep memory that forgets faster than it writes falls to

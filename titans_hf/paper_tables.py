@@ -1,9 +1,11 @@
 """The paper's Tables 1, 2 and 5 as data, and what their columns mean. The files say where their figures come from."""
 
 import json
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import mean
 
 FOLDER = Path(__file__).parent / "paper"
 NUMBERS = (1, 2, 5)
@@ -68,11 +70,11 @@ class Table:
 
     def with_means(self, values: dict[str, float]) -> dict[str, float]:
         """The figures, and those columns which are means of figures that are all there."""
-        found = dict(values)
-        for column in self.columns:
-            if column.mean and column.key not in found and all(key in found for key in column.mean):
-                found[column.key] = sum(found[key] for key in column.mean) / len(column.mean)
-        return found
+        return {**values, **{column.key: mean([values[key] for key in column.mean]) for column in self.means(values)}}
+
+    def means(self, known: Container[str]) -> list[Column]:
+        """The columns that are means of figures which are all known."""
+        return [column for column in self.columns if column.mean and all(key in known for key in column.mean)]
 
 
 @cache

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .chance import CHANCE, level
 from .eval_records import stderr_of_mean
-from .paper_tables import Column, Row, Table
+from .paper_tables import Column, Row, Table, paper_table
 
 OURS = "titans-hf"
 
@@ -33,20 +33,18 @@ def our_rows(records: list[dict], table: Table) -> list[OurRow]:
 def our_row(records: list[dict], table: Table) -> OurRow:
     model = records[0]["model"]
     found = {key: metric for record in records for key, metric in record["metrics"].items()}
-    known = {key: metric["value"] for key, metric in found.items() if metric["value"] is not None}
-    errors = {key: metric["stderr"] for key, metric in found.items() if metric["stderr"] is not None}
-    for column in table.columns:
-        error = stderr_of_mean([errors.get(key) for key in column.mean]) if column.key not in errors else None
-        if error is not None:
-            errors[column.key] = error
-    values = table.with_means(known)
+    values = {key: metric["value"] for key, metric in found.items() if metric["value"] is not None}
+    errors = {key: metric["stderr"] for key, metric in found.items()}
+    for means in (paper_table(1), table):  # Table 5 has a mean of Table 1's mean
+        errors |= {column.key: stderr_of_mean([errors[key] for key in column.mean]) for column in means.means(values)}
+        values = means.with_means(values)
     keys = [column.key for column in table.columns if column.key in values]
     return OurRow(
         f"{model['name']} ({', '.join(describe(model))})",
         "hybrid" if model["variant"] in ("mac", "mag", "mal") else "simple",
         {key: values[key] for key in keys},
         model["variant"].upper(),
-        {key: errors[key] for key in keys if key in errors},
+        {key: errors[key] for key in keys if errors[key] is not None},
         tuple(measured(record) for record in records),
     )
 
