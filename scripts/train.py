@@ -207,7 +207,17 @@ def write_training_record(run: Run, trainer: StreamTrainer, held_out_perplexity:
         tokens=trainer.state.global_step * run.plan.batch.tokens,
         seconds=sum(entry.get("train_runtime", 0) for entry in trainer.state.log_history),
         held_out_perplexity=held_out_perplexity,
+        log=training_log(trainer.state.log_history),
     )
+
+
+def training_log(history: list[dict]) -> dict[str, list]:
+    """The steps that were logged, their losses, and the gradients' norms before they were clipped, if they were."""
+    logged = [entry for entry in history if "loss" in entry]
+    log = {"step": [entry["step"] for entry in logged]}
+    for name in ("loss", "grad_norm"):
+        log[name] = [round(entry[name], 4) if entry.get(name) is not None else None for entry in logged]
+    return log
 
 
 def finish(run: Run, trainer: StreamTrainer) -> None:

@@ -118,6 +118,7 @@ def test_markdown_has_the_papers_rows_and_ours_beneath():
     assert ours[1:4] == ["26.50", "29.50 ± 0.25", "32.00 ± 0.50"]
     assert ours[-1] == f"{sum(range(32, 40)) / 8:.2f} ± {0.5 / math.sqrt(8):.2f} |"
     assert "the first 7 documents of each task, from files" in text
+    assert "| runs/a (llama, 340M) |" in markdown(TABLE, [make_record(variant="llama", **table1_metrics())])
     assert "760M, TTT: printed 47.32, the mean is 49.37" in text
     assert body[-1] == "| chance | – | – | – | 50.00 | 25.00 | 50.00 | 25.00 | 25.00 | 33.33 | 62.20 | – |"
     assert "for BoolQ it is one answer to every question" in text

@@ -96,6 +96,11 @@ def test_a_run_leaves_a_record_of_itself(finished):
     assert record["recipe"]["model"]["config"]["hidden_size"] == 16
     assert record["held_out_perplexity"] == history(finished)[-1]["eval_perplexity"]
     assert record["seconds"] > 0
+    logged = [entry for entry in history(finished) if "loss" in entry]
+    assert record["log"]["step"] == [entry["step"] for entry in logged]
+    assert record["log"]["grad_norm"] == [pytest.approx(entry["grad_norm"], abs=1e-4) for entry in logged]
+    assert len(logged) > 1
+    assert train.training_log([{"step": 3, "loss": 2.0}]) == {"step": [3], "loss": [2.0], "grad_norm": [None]}
     assert {"command", "commit", "date", "torch", "transformers", "machine"} <= record.keys()
 
 

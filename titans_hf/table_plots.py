@@ -52,6 +52,7 @@ def draw_panel(panel, column: Column, groups: dict[str, list[Row]]) -> None:
     panel.set_xticks(range(len(groups)), [name.split(" ")[0] or "paper" for name in groups], fontsize=8)
     panel.set_xlim(-0.6, len(groups) - 0.4)
     panel.tick_params(axis="y", labelsize=8)
+    panel.margins(y=0.1)
     if column.unit == "ppl":
         panel.set_yscale("log")
     for side in ("top", "right"):
@@ -59,9 +60,10 @@ def draw_panel(panel, column: Column, groups: dict[str, list[Row]]) -> None:
 
 
 def draw_row(panel, place: int, row: Row, key: str) -> None:
-    """A dot in its variant's own lane, so that equal figures stay apart; the others behind them."""
-    name = variant(row)
-    lane = place + (0.0 if name is None else 0.12 * (list(COLOURS).index(name) - 1.5))
+    """A dot in its variant's own lane, so that equal figures stay apart; the paper's other models behind them."""
+    name, lanes = variant(row), [None, *COLOURS]
+    beside = name is not None or isinstance(row, OurRow)
+    lane = place + (0.12 * (lanes.index(name) - 2.5) if beside else 0.0)
     colour = OTHERS if name is None else COLOURS[name]
     if isinstance(row, OurRow):
         panel.errorbar(lane, row.values[key], row.errors.get(key), fmt="*", markersize=11, color=colour, capsize=2)

@@ -10,6 +10,7 @@ from .eval_records import stderr_of_mean
 from .paper_tables import Column, Row, Table, paper_table
 
 OURS = "titans-hf"
+HYBRIDS = ("mac", "mag", "mal")  # attention and memory
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ def our_row(records: list[dict], table: Table) -> OurRow:
     keys = [column.key for column in table.columns if column.key in values]
     return OurRow(
         f"{model['name']} ({', '.join(describe(model))})",
-        "hybrid" if model["variant"] in ("mac", "mag", "mal") else "simple",
+        "hybrid" if model["variant"] in HYBRIDS else "simple",
         {key: values[key] for key in keys},
-        model["variant"].upper(),
+        variant_name(model),
         {key: errors[key] for key in keys if errors[key] is not None},
         tuple(measured(record) for record in records),
     )
@@ -52,7 +53,12 @@ def our_row(records: list[dict], table: Table) -> OurRow:
 def describe(model: dict) -> list[str]:
     """What is told of a record's model beside its name."""
     control = {"off": ["memory off"], "reset": ["memory reset"]}.get(model["memory"], [])
-    return [model["variant"].upper(), count(model["parameters"]), *control]
+    return [variant_name(model), count(model["parameters"]), *control]
+
+
+def variant_name(model: dict) -> str:
+    """A variant as the paper writes it; a baseline's model type is left as it is."""
+    return model["variant"].upper() if model["variant"] in ("lmm", *HYBRIDS) else model["variant"]
 
 
 def count(parameters: int) -> str:
