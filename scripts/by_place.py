@@ -56,10 +56,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", type=Path, help="folder of a Titans model and its tokenizer")
     parser.add_argument("--data", type=Path, required=True, help="folder of the benchmarks' files")
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--forget-to", choices=("zero", "start"), help="in place of the model's own memory_forget_to")
     parser.add_argument("--record", type=Path, help="write <record>.json")
     args = parser.parse_args(argv)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model).eval()
+    own = {} if args.forget_to is None else {"memory_forget_to": args.forget_to}
+    model = AutoModelForCausalLM.from_pretrained(args.model, **own).eval()
     ids = read_texts(args.data, tokenizer, args.tokens)
     places = list(pairwise(borders(args.tokens)))
     print(f"{len(ids)} articles")

@@ -37,6 +37,8 @@ BAD_FIELDS = [
     ("num_persistent_tokens", dict(num_persistent_tokens=-1)),
     ("memory_max_surprise", dict(memory_max_surprise=0.0)),
     ("memory_theta_max", dict(memory_theta_max=0.0)),
+    ("memory_forget_to", dict(memory_forget_to="end")),
+    ("memory_implementation", dict(memory_implementation="triton", memory_forget_to="start")),
     ("memory_eta_max", dict(memory_eta_max=1.0)),
     ("memory_theta_max", dict(memory_theta_max=float("nan"))),
     ("sliding_window", dict(sliding_window=0)),
@@ -76,6 +78,7 @@ ABLATIONS = [
     dict(memory_depth=1),
     dict(num_persistent_tokens=0),
     dict(memory_gates="chunk"),
+    dict(memory_forget_to="start"),
     dict(memory_max_surprise=None),
 ]
 

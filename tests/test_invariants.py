@@ -20,7 +20,7 @@ seeds = st.integers(0, 9999)
 
 
 def build(variant, depth, chunk, dtype, seed):
-    """Sizes change with the seed: window, segment, persistent tokens and gates."""
+    """Sizes change with the seed: window, segment, persistent tokens, gates and where forgetting leads."""
     return tiny_model(
         variant,
         dtype,
@@ -32,6 +32,7 @@ def build(variant, depth, chunk, dtype, seed):
         num_persistent_tokens=(2, 0, 5)[seed // 3 % 3],
         memory_gates=("token", "chunk")[seed // 9 % 2],
         memory_conv=seed % 5 != 0,
+        memory_forget_to=("zero", "start")[seed // 18 % 2],
     )
 
 
@@ -204,20 +205,22 @@ def test_crop_is_exact_however_long_the_cache_was_used(variant, plan, padded):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("implementation", ["recurrent", "torch"])
+@pytest.mark.parametrize("forget_to", ["zero", "start"])
 @torch.no_grad()
-def test_the_model_computes_the_same_with_the_token_loop(variant, implementation):
-    model = tiny_model(variant, memory_implementation=implementation)
-    reference = tiny_model(variant)
+def test_the_model_computes_the_same_with_the_token_loop(variant, implementation, forget_to):
+    model = tiny_model(variant, memory_implementation=implementation, memory_forget_to=forget_to)
+    reference = tiny_model(variant, memory_forget_to=forget_to)
     ids = random_ids(2, 23)
     assert_close(model(ids).logits, reference(ids).logits, 1e-9)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_gradients_equal_those_of_the_token_loop(variant):
+@pytest.mark.parametrize("forget_to", ["zero", "start"])
+def test_gradients_equal_those_of_the_token_loop(variant, forget_to):
     """Also of the learned start and of the persistent tokens."""
     ids, found = random_ids(2, 23), {}
     for implementation in ("recurrent", "torch"):
-        model = tiny_model(variant, memory_implementation=implementation).train()
+        model = tiny_model(variant, memory_implementation=implementation, memory_forget_to=forget_to).train()
         model(ids, labels=ids).loss.backward()
         found[implementation] = {name: p.grad for name, p in model.named_parameters()}
     for name, expected in found["recurrent"].items():

@@ -1,5 +1,7 @@
 """The chunk form computes what the token loop defines: outputs, states, every gradient, from anywhere to anywhere."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from support import TOLERANCE, assert_close, memory_inputs
 
 from titans_hf import MemoryState, neural_memory
+from titans_hf.memory_ops import gradient_factors
 
 
 def run(tokens, state, pieces, mask=None, **options):
@@ -27,12 +30,14 @@ def gradients(results, leaves, seed=5):
     """Gradients of a random linear functional of all results."""
     g = torch.Generator().manual_seed(seed)
     total = sum((x * torch.randn(x.shape, generator=g, dtype=x.dtype)).sum() for x in results)
-    return torch.autograd.grad(total, leaves)
+    return torch.autograd.grad(total, leaves, materialize_grads=True)
 
 
-def compare(seed, depth, chunk, pieces, mask, cap, closed_gates, dtype):
+def compare(seed, depth, chunk, pieces, mask, cap, closed_gates, dtype, towards_start):
     tokens, state = memory_inputs(B=2, T=sum(pieces), depth=depth, seed=seed, closed_gates=closed_gates, dtype=dtype)
-    leaves = [*tokens, *state.weights, *state.momentum]
+    if towards_start:
+        state = replace(state, start=tuple(torch.roll(W, 1, dims=2) for W in state.weights))
+    leaves = [*tokens, *state.weights, *state.momentum, *(state.start or ())]
     for leaf in leaves:
         leaf.requires_grad_()
     options = {"chunk_size": chunk, "max_surprise": cap, "mask": mask}
@@ -40,7 +45,7 @@ def compare(seed, depth, chunk, pieces, mask, cap, closed_gates, dtype):
     actual = run(tokens, state, pieces, backend="torch", **options)
     for x, y in zip(actual, expected, strict=True):
         assert_close(x, y, TOLERANCE[dtype])
-    for x, y in zip(gradients(actual, leaves), gradients(expected, leaves), strict=True):
+    for x, y in zip(gradients(actual, leaves), gradients(expected, leaves), strict=True):  # zero: no chunk was filled
         assert_close(x, y, TOLERANCE[dtype])
 
 
@@ -57,7 +62,36 @@ def test_chunk_form_equals_token_loop(depth, chunk, dtype, data):
         rows = [data.draw(st.lists(st.booleans(), min_size=sum(pieces), max_size=sum(pieces))) for _ in range(2)]
         mask = torch.tensor(rows)
     cap = data.draw(st.sampled_from([None, 0.7, 10.0]))
-    compare(data.draw(st.integers(0, 999)), depth, chunk, pieces, mask, cap, data.draw(st.booleans()), dtype)
+    closed_gates, towards_start = data.draw(st.booleans()), data.draw(st.booleans())
+    compare(data.draw(st.integers(0, 999)), depth, chunk, pieces, mask, cap, closed_gates, dtype, towards_start)
+
+
+def test_towards_its_start_a_memory_forgets_what_it_has_learned_since():
+    """On the grid, `M = start + L` where `L_t = (1 - alpha_t) L_(t-1) + S_t`; by a loop that knows no other form."""
+    tokens, state = memory_inputs(T=12, depth=2)
+    state = replace(state, start=tuple(torch.roll(W, 1, dims=2) for W in state.weights))
+    k, v, theta, eta, alpha = (x.transpose(1, 2) for x in tokens[1:])
+    learned = [W - own for W, own in zip(state.weights, state.start, strict=True)]
+    momentum = list(state.momentum)
+    for t in range(12):
+        if t % 4 == 0:
+            line = tuple(own + L for own, L in zip(state.start, learned, strict=True))
+        inputs, errors = gradient_factors(line, k[:, :, t, None], v[:, :, t, None], None)
+        step, keep_S, keep_L = (gate[:, :, t, None, None] for gate in (theta, eta, 1 - alpha))
+        for i, (a, g) in enumerate(zip(inputs, errors, strict=True)):
+            momentum[i] = keep_S * momentum[i] - step * (a.mT @ g)
+            learned[i] = keep_L * learned[i] + momentum[i]
+    _, end = neural_memory(*tokens, state, chunk_size=4)
+    for W, own, L in zip(end.weights, state.start, learned, strict=True):
+        assert_close(W, own + L, 1e-12)
+
+
+def test_the_kernels_refuse_a_start_by_name():
+    tokens, state = memory_inputs(T=3)
+    with pytest.raises(ValueError, match="'triton'. forgets towards zero"):
+        neural_memory(*tokens, replace(state, start=state.weights), chunk_size=4, backend="triton")
+    with pytest.raises(ValueError, match="`state.start` must be like `state.weights`"):
+        neural_memory(*tokens, replace(state, start=state.weights[:1]), chunk_size=4)
 
 
 @pytest.mark.parametrize("gate", [0.0, 1.0])

@@ -29,14 +29,17 @@ def snapshot(state):
     cap=st.sampled_from([None, 0.7, 10.0]),
     closed_gates=st.booleans(),
     dtype=st.sampled_from([torch.float64, torch.float32]),
+    towards_start=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_steps_equal_the_token_loop(depth, expansion, chunk, prompt, cap, closed_gates, dtype, seed):
+def test_steps_equal_the_token_loop(depth, expansion, chunk, prompt, cap, closed_gates, dtype, towards_start, seed):
     """From any place of a chunk, over chunk ends, gates of exactly 0 and 1."""
     T = prompt + 2 * chunk + 3
     tokens, start = memory_inputs(
         T=T, depth=depth, expansion=expansion, closed_gates=closed_gates, dtype=dtype, seed=seed
     )
+    if towards_start:
+        start = replace(start, start=tuple(torch.roll(W, 1, dims=2) for W in start.weights))
     options = {"chunk_size": chunk, "max_surprise": cap}
     expected, end = neural_memory(*tokens, start, backend="recurrent", **options)
     outputs, state = [], start.opened(chunk)

@@ -48,8 +48,9 @@ def token_by_token(model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @every_variant
 @pytest.mark.parametrize("depth", [1, 3])
-def test_every_number_is_that_of_a_memory_asked_token_by_token(variant, depth):
-    model = tiny_model(variant, memory_depth=depth)
+@pytest.mark.parametrize("forget_to", ["zero", "start"])
+def test_every_number_is_that_of_a_memory_asked_token_by_token(variant, depth, forget_to):
+    model = tiny_model(variant, memory_depth=depth, memory_forget_to=forget_to)
     trace, expected = model.trace_surprise(some_tokens()), token_by_token(model, some_tokens())
     for name in FIELDS:
         assert getattr(trace, name).shape == (2, 3, T)

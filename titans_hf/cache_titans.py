@@ -50,6 +50,7 @@ READING = (
     "memory_eta_max",
     "memory_momentum",
     "memory_forget",
+    "memory_forget_to",
     "memory_gates",
 )
 

@@ -106,7 +106,7 @@ def _filled(name: str, xs: tuple[Tensor, ...] | None, named: dict[str, Tensor]) 
     return None if xs is None else tuple(named[f"{name}.{i}"] for i in range(len(xs)))
 
 
-STATE = ("weights", "momentum", "inputs", "errors", "gates")  # the tuples of a `MemoryState`
+STATE = ("weights", "momentum", "inputs", "errors", "gates", "start")  # the tuples of a `MemoryState`
 
 
 def _named_state(name: str, state: MemoryState) -> dict[str, Tensor]:
@@ -117,8 +117,8 @@ def _named_state(name: str, state: MemoryState) -> dict[str, Tensor]:
 
 
 def _filled_state(name: str, state: MemoryState, named: dict[str, Tensor]) -> MemoryState:
-    parts = (_filled(f"{name}.{part}", getattr(state, part), named) for part in STATE)
-    return MemoryState(*parts, length=named[f"{name}.length"])
+    parts = {part: _filled(f"{name}.{part}", getattr(state, part), named) for part in STATE}
+    return MemoryState(**parts, length=named[f"{name}.length"])
 
 
 @dataclass

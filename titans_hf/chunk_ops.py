@@ -140,13 +140,15 @@ class Write:
             ]
             self.scale = [max_surprise / (x * d).clamp_(min=max_surprise) for x, d in self.norms]
 
-    def after(self, weights, momentum, gates: Gates) -> list[Tensor]:
-        """Weights, then momentum, after the last token (Eqs. 13 and 14)."""
+    def after(self, weights, momentum, start, gates: Gates) -> list[Tensor]:
+        """Weights, then momentum, after the last token (Eqs. 13 and 14), with what `start` gives back."""
         decay, drift, kept = gates.ends()
         found = [], []
         for i, (x, d, W, S) in enumerate(zip(self.X, self.D, weights, momentum, strict=True)):
             to_M, to_S = self.capped(gates.last, i).unbind(1)
             found[0].append((W * decay).addcmul_(S, drift).baddbmm_(*_rows_scaled(x, to_M, d), alpha=-1))
+            if start:
+                found[0][-1].addcmul_(start[i], 1 - decay)
             found[1].append((S * kept).baddbmm_(*_rows_scaled(x, to_S, d), alpha=-1))
         return [*found[0], *found[1]]
 
@@ -248,7 +250,7 @@ class Updates:
         slopes, curves = _silu_derivatives(write)
         self.X, self.D, self.W, self.slopes, self.curves = map(by_chunk, (write.X, write.D, weights, slopes, curves))
         self.dX_of, self.dD_of, self.dW_of, self.dS_of = map(by_chunk, (dX, dD, dW, dS))
-        self.ends = by_chunk(gates.ends())
+        self.ends, self.decay = by_chunk(gates.ends()), gates.ends()[0]
         if write.scale is not None:
             self.along = by_chunk(along)
             self.shares = [
@@ -302,18 +304,26 @@ class Updates:
                 dX[i].baddbmm_(dD[i], W[i].mT)
                 dD[i - 1].addcmul_(dX[i], self.slopes[n][i - 1])
 
-    def finish(self, d_gates: Gates) -> tuple[Tensor, Tensor]:
-        """After the first chunk: the gradients of k and v; those of the gates are added to `d_gates`."""
+    def finish(self, d_gates: Gates, start: list[Tensor], more: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """After the first chunk: the gradients of k, v and `start`; those of the gates are added to `d_gates`.
+
+        `more` [K B H] says which sequences have their chunk; None means all.
+        """
         depth = len(self.weights)
         found = [_joined(xs) for xs in zip(*reversed(self.steps), strict=True)]
         dW_end, dS_end, products = found[:depth], found[depth : 2 * depth], found[2 * depth :]
+        d_start = []
+        for d_end, own in zip(dW_end, start):
+            given_back = _zero_outside(more, d_end * (1 - self.decay))
+            d_start.append(given_back.unflatten(0, (-1, len(own))).sum(0))
+            d_gates.decay[:, -1].sub_((d_end.unflatten(0, (-1, len(own))) * own).sum((-2, -1)).flatten())
         for i, (W, S) in enumerate(zip(self.weights, self.momentum, strict=True)):
             along = torch.stack([(self.narrow[i] * of).sum(-1) for of in products[2 * i : 2 * i + 2]], dim=1)
             d_gates.last.sub_(self.write.capped(along, i))
             d_gates.decay[:, -1].add_((dW_end[i] * W).sum((-2, -1)))
             d_gates.drift[:, -1].add_((dW_end[i] * S).sum((-2, -1)))
             d_gates.momentum.add_((dS_end[i] * S).sum((-2, -1)))
-        return self.dX[0].baddbmm_(self.dD[0], self.weights[0].mT), self.dD[-1].neg()
+        return self.dX[0].baddbmm_(self.dD[0], self.weights[0].mT), self.dD[-1].neg(), d_start
 
 
 def _silu_derivatives(write: Write) -> tuple[list[Tensor], list[Tensor]]:
@@ -332,29 +342,31 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, max_surprise, chunks, depth, q, k, v, theta, eta, alpha, *state):
         starts = []
-        y, end = _forward(max_surprise, chunks, depth, (q, k, v, theta, eta, alpha), list(state), starts)
-        ctx.max_surprise, ctx.depth = max_surprise, depth
-        ctx.save_for_backward(chunks, q, k, v, theta, eta, alpha, *(x for start in starts for x in start))
+        tokens, state, start = (q, k, v, theta, eta, alpha), list(state[: 2 * depth]), list(state[2 * depth :])
+        y, end = _forward(max_surprise, chunks, depth, tokens, state, start, starts)
+        ctx.max_surprise, ctx.depth, ctx.inputs = max_surprise, depth, len(tokens) + len(start)
+        ctx.save_for_backward(chunks, *tokens, *start, *(x for before in starts for x in before))
         return y, *end
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, *d_end):
-        chunks, *tokens = ctx.saved_tensors
-        tokens, states = tokens[:6], tokens[6:]
+        chunks, *saved = ctx.saved_tensors
+        tokens, start, states = saved[:6], saved[6 : ctx.inputs], saved[ctx.inputs :]
         starts = [states[i : i + 2 * ctx.depth] for i in range(0, len(states), 2 * ctx.depth)]
         with without_autocast(dy):
-            d_tokens, d_start = _backward(ctx.max_surprise, chunks, ctx.depth, tokens, starts, dy, list(d_end))
-        return None, None, None, *d_tokens, *d_start
+            found = _backward(ctx.max_surprise, chunks, ctx.depth, tokens, start, starts, dy, list(d_end))
+        return None, None, None, *found
 
 
-def scan(max_surprise: float | None, chunks: Tensor | None, weights, momentum, *tokens: Tensor):
+def scan(max_surprise: float | None, chunks: Tensor | None, weights, momentum, start, *tokens: Tensor):
     """`memory_ops.scan_chunks`; see there."""
-    depth, inputs = len(weights), (*tokens, *weights, *momentum)
+    depth, start = len(weights), list(start or ())
+    inputs = (*tokens, *weights, *momentum, *start)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         y, *end = _Scan.apply(max_surprise, chunks, depth, *inputs)
     else:
-        y, end = _forward(max_surprise, chunks, depth, tokens, [*weights, *momentum])
+        y, end = _forward(max_surprise, chunks, depth, tokens, [*weights, *momentum], start)
     return y, tuple(end[:depth]), tuple(end[depth:])
 
 
@@ -396,10 +408,11 @@ def _having(chunks: Tensor | None, piece: range, H: int) -> Tensor | None:
     return (torch.arange(piece.start, piece.stop, device=chunks.device)[:, None] < chunks).repeat_interleave(H, dim=1)
 
 
-def _forward(max_surprise, chunks, depth: int, tokens, state: list[Tensor], starts: list | None = None):
+def _forward(max_surprise, chunks, depth: int, tokens, state: list[Tensor], start, starts: list | None = None):
     """Outputs, and the state at the end [B, H, in, out]; `starts` collects it before every chunk, [K B H, in, out]."""
     B, H, N = tokens[0].shape[:3]
-    state, y = [x.flatten(0, 1) for x in state], torch.empty_like(tokens[0])
+    state, start = ([x.flatten(0, 1) for x in xs] for xs in (state, start))
+    y = torch.empty_like(tokens[0])
     for piece in _pieces(N, B * H):
         q, k, v = (_of(x, piece) for x in tokens[:3])
         gates, more = Coefficients(*(_of(x, piece) for x in tokens[3:])).gates, _having(chunks, piece, H)
@@ -407,7 +420,7 @@ def _forward(max_surprise, chunks, depth: int, tokens, state: list[Tensor], star
         for n, (k_n, v_n, *gates_n) in enumerate(zip(*(x.chunk(len(piece)) for x in (k, v, *gates)), strict=True)):
             befores.append(state)
             writes.append(Write(state[:depth], k_n, v_n, max_surprise))
-            after = writes[-1].after(state[:depth], state[depth:], Gates(*gates_n))
+            after = writes[-1].after(state[:depth], state[depth:], start, Gates(*gates_n))
             state = _select(None if more is None else more[n], after, state)
         before = [_joined(xs) for xs in zip(*befores, strict=True)]
         X, D, steps = _joined_writes(writes, k, gates.step)
@@ -427,15 +440,16 @@ def _joined_writes(writes: list[Write], k: Tensor, step: Tensor):
     return X, D, [step * _joined([write.scale[i] for write in writes])[:, None] for i in layers]
 
 
-def _backward(max_surprise, chunks, depth: int, tokens, starts, dy: Tensor, d_state: list[Tensor]):
-    """Gradients of tokens and gates, and of the start state."""
+def _backward(max_surprise, chunks, depth: int, tokens, start, starts, dy: Tensor, d_state: list[Tensor]):
+    """Gradients of tokens and gates, of the state before them, and of `start`."""
     B, H, N = tokens[0].shape[:3]
-    d_state, found = [x.flatten(0, 1) for x in d_state], [torch.empty_like(x) for x in tokens]
-    for piece, start in zip(reversed(_pieces(N, B * H)), reversed(starts), strict=True):
+    d_state, start = ([x.flatten(0, 1) for x in xs] for xs in (d_state, start))
+    found, d_start = [torch.empty_like(x) for x in tokens], [torch.zeros_like(x) for x in start]
+    for piece, before in zip(reversed(_pieces(N, B * H)), reversed(starts), strict=True):
         q, k, v, dy_piece = (_of(x, piece) for x in (*tokens[:3], dy))
         coefficients = Coefficients(*(_of(x, piece) for x in tokens[3:]))
         gates, d_gates = coefficients.gates, Gates(*map(torch.zeros_like, coefficients.gates))
-        weights, momentum, more = start[:depth], start[depth:], _having(chunks, piece, H)
+        weights, momentum, more = before[:depth], before[depth:], _having(chunks, piece, H)
         write = Write(weights, k, v, max_surprise)
         steps = [write.capped(gates.step, i) for i in range(depth)]
         read = Read(weights, momentum, write.X, write.D, steps, gates, q)
@@ -443,11 +457,12 @@ def _backward(max_surprise, chunks, depth: int, tokens, starts, dy: Tensor, d_st
         del read, steps
         updates = Updates(len(piece), write, weights, momentum, gates, *of_layers)
         for n in reversed(range(len(piece))):
-            d_start = updates.back(n, d_state[:depth], d_state[depth:])
-            d_state = _select(None if more is None else more[n], d_start, d_state)
-        dk, dv = updates.finish(d_gates)
+            d_before = updates.back(n, d_state[:depth], d_state[depth:])
+            d_state = _select(None if more is None else more[n], d_before, d_state)
         more = None if more is None else more.flatten()
+        dk, dv, d_here = updates.finish(d_gates, start, more)
+        d_start = [x + here for x, here in zip(d_start, d_here, strict=True)]
         d_gates = coefficients.backward(Gates(*(_zero_outside(more, x) for x in d_gates)))
         for whole, x in zip(found, (dq, dk, dv, *d_gates), strict=True):
             _put(whole, piece, _zero_outside(more, x))
-    return found, [x.unflatten(0, (B, H)) for x in d_state]
+    return [*found, *(x.unflatten(0, (B, H)) for x in (*d_state, *d_start))]

@@ -7,6 +7,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 VARIANTS = ("mac", "mag", "mal", "lmm")
 MEMORY_GATES = ("token", "chunk")
+MEMORY_FORGET_TO = ("zero", "start")
 MEMORY_IMPLEMENTATIONS = ("auto", "torch", "triton", "recurrent")
 
 # Saved with every checkpoint, beside the code itself: it loads with `trust_remote_code=True` where titans_hf is not
@@ -40,6 +41,9 @@ class TitansConfig(PreTrainedConfig):
         memory_eta_max: upper end of the momentum decay eta; the momentum sums at most `1 / (1 - memory_eta_max)` steps.
         memory_gates: "token" (gates per token) or "chunk" (gates of a chunk from its first token, Section 3.2).
         memory_momentum, memory_forget, memory_conv: switches for the ablations of Table 5.
+        memory_forget_to: where the forget gate leads. "zero" is the paper's letter; "start" is the memory that a row's
+            first token meets: at the end of each chunk it gives back what the chunk has forgotten of it, so that what
+            was learned does not fade in texts that are longer than the training's. The kernels serve "zero" only.
         memory_conv_width: taps of the causal depthwise convolution on the memory's queries, keys and values.
         memory_implementation: "torch" (the chunk form), "triton" (its kernels, on GPUs), "auto" (the kernels where they
             are installed and serve the tensors, else torch) or "recurrent" (the token loop, for checks).
@@ -89,6 +93,7 @@ class TitansConfig(PreTrainedConfig):
     memory_gates: str = "token"
     memory_momentum: bool = True
     memory_forget: bool = True
+    memory_forget_to: str = "zero"
     memory_conv: bool = True
     memory_conv_width: int = 4
     memory_implementation: str = "auto"
@@ -146,6 +151,7 @@ class TitansConfig(PreTrainedConfig):
         for field, choices in (
             ("variant", VARIANTS),
             ("memory_gates", MEMORY_GATES),
+            ("memory_forget_to", MEMORY_FORGET_TO),
             ("memory_implementation", MEMORY_IMPLEMENTATIONS),
         ):
             if getattr(self, field) not in choices:
@@ -172,6 +178,11 @@ class TitansConfig(PreTrainedConfig):
             raise ValueError(
                 f"`memory_chunk_size` ({self.memory_chunk_size}) must divide `segment_size` ({self.segment_size}) "
                 "in the mac variant: choose a multiple"
+            )
+        if self.memory_forget_to == "start" and self.memory_implementation == "triton":
+            raise ValueError(
+                "`memory_implementation` is 'triton', whose kernels forget towards zero: take 'auto', or leave "
+                "`memory_forget_to` at 'zero'"
             )
         self._check_ranges()
 

@@ -49,6 +49,8 @@ class MemoryState:
         errors: per layer [B, H, C, out], the back-propagated errors `g` (after the surprise cap).
         gates: `(theta, eta, alpha)` of the open chunk, each [B, H, C].
         length: [B] tokens in each row's open chunk; slots from there on are unused.
+        start: per layer [B, H, in, out], what forgetting goes towards: at the end of each chunk the weights get back
+            what it has forgotten of them (`given_back`). None, the paper's letter, is towards zero.
         pen: what decoding goes on with; it serves the one state that it was last moved to. Any state may be without.
     """
 
@@ -58,6 +60,7 @@ class MemoryState:
     errors: tuple[Tensor, ...] | None = None
     gates: tuple[Tensor, Tensor, Tensor] | None = None
     length: Tensor | None = None
+    start: tuple[Tensor, ...] | None = None
     pen: Pen | None = None
 
     def __reduce__(self):
@@ -78,6 +81,10 @@ class MemoryState:
             tuple(where_rows(read, now, start) for now, start in zip(weights, self.weights, strict=True)),
             tuple(where_rows(read, now, start) for now, start in zip(momentum, self.momentum, strict=True)),
         )
+
+    def kept(self) -> Tensor:
+        """[B, H, 1, 1] what forgetting leaves of the chunk's start, in rows whose chunk is full."""
+        return (1 - self.gates[2]).prod(-1)[..., None, None]
 
     def held(self) -> "MemoryState":
         """The same state, which is not written on later if autograd may keep some of it."""
@@ -214,12 +221,25 @@ def advance(weights, momentum, inputs, errors, end: Coefficients) -> tuple[tuple
     return tuple(new_weights), tuple(new_momentum)
 
 
-def _chunk(weights, momentum, q, k, v, theta, eta, alpha, max_surprise):
+def given_back(weights: tuple[Tensor, ...], start: tuple[Tensor, ...] | None, keep: Tensor) -> tuple[Tensor, ...]:
+    """The weights at a chunk's end, with what the chunk has forgotten of `start`, if there is one.
+
+    `keep` [B, H, 1, 1] is the product of `1 - alpha` over the chunk. So on the grid `M - start` is what is forgotten:
+    `M_end - start = keep (M - start) + ...`, where the letter has `M_end = keep M + ...`.
+    """
+    if start is None:
+        return weights
+    return tuple(W + (1 - keep) * own for W, own in zip(weights, start, strict=True))
+
+
+def _chunk(weights, momentum, start, q, k, v, theta, eta, alpha, max_surprise):
     """One chunk from its boundary: outputs, and weights and momentum after its last token."""
     inputs, errors = gradient_factors(weights, k, v, max_surprise)
     coefficients = chunk_coefficients(theta, eta, alpha)
     y = read_tokens(weights, momentum, inputs, errors, coefficients, q)
-    return y, *advance(weights, momentum, inputs, errors, coefficients.last())
+    end = coefficients.last()
+    weights, momentum = advance(weights, momentum, inputs, errors, end)
+    return y, given_back(weights, start, end.A), momentum
 
 
 def _fill_slots(buffer: Tensor, new: Tensor, length: Tensor) -> Tensor:
@@ -259,10 +279,11 @@ def extend_chunk(state, q, k, v, theta, eta, alpha, counts: Tensor | None, max_s
     y = read_tokens(state.weights, state.momentum, inputs, errors, coefficients, q)
 
     length = state.length + (n if counts is None else counts)
-    state = MemoryState(state.weights, state.momentum, inputs, errors, gates, length)
+    state = replace(state, inputs=inputs, errors=errors, gates=gates, length=length, pen=None)
     full = length == C
     if without_values(full) or bool(full.any()):
         weights, momentum = state.current()
+        weights = given_back(weights, state.start, state.kept())
         state = replace(
             state,
             weights=tuple(where_rows(full, *pair) for pair in zip(weights, state.weights, strict=True)),
@@ -288,7 +309,7 @@ def _with_pen(state: MemoryState) -> MemoryState | None:
         of_M, of_S = state.gates[0].new_zeros(2, B * H, 2 + C)
         of_M[:, 0] = of_S[:, 1] = 1
     pen = Pen(state.weights, state.momentum, state.inputs, state.errors, state.gates, of_M, of_S, places[0])
-    return pen.moved_to(MemoryState(**pen.fields(), length=state.length, pen=pen))
+    return pen.moved_to(MemoryState(**pen.fields(), length=state.length, start=state.start, pen=pen))
 
 
 def _step(state: MemoryState, q, k, v, gates, max_surprise: float | None):
@@ -300,11 +321,14 @@ def _step(state: MemoryState, q, k, v, gates, max_surprise: float | None):
     if pen.filled < pen.slots.shape[1]:
         return y, pen.moved_to(replace(state, length=state.length + 1))
     weights, momentum = pen.state()
+    weights = given_back(weights, state.start, pen.of_M[:, 0].view(B, H, 1, 1))
     pen.retire()
     return y, replace(state, weights=weights, momentum=momentum, length=torch.zeros_like(state.length), pen=None)
 
 
-def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | None, max_surprise: float | None):
+def scan_chunks(
+    weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | None, max_surprise: float | None, start=None
+):
     """Read whole chunks from a chunk boundary, one after the other.
 
     Args:
@@ -312,13 +336,14 @@ def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | 
         q, k, v: [B, H, N, C, D], N chunks of C tokens.
         theta, eta, alpha: [B, H, N, C].
         chunks: [B] how many of the chunks each row has; None means all. Outputs behind a row's last are unspecified.
+        start: like the weights, what forgetting goes towards; None is zero.
 
     Returns:
         The outputs [B, H, N, C, D], and weights and momentum after each row's last chunk.
     """
     q, k, v = (x.to(weights[0].dtype) for x in (q, k, v))
     if not seen_through():
-        return written_out_scan(max_surprise, chunks, weights, momentum, q, k, v, theta, eta, alpha)
+        return written_out_scan(max_surprise, chunks, weights, momentum, start, q, k, v, theta, eta, alpha)
     step = _chunk
     # checkpoints rest on saved-tensor hooks, which torch.func's transforms do not have
     if torch.is_grad_enabled() and not _inside_functorch():
@@ -328,7 +353,7 @@ def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | 
 
     outputs = []
     for n in range(q.shape[2]):
-        y, *after = step(weights, momentum, *(x[:, :, n] for x in (q, k, v, theta, eta, alpha)), max_surprise)
+        y, *after = step(weights, momentum, start, *(x[:, :, n] for x in (q, k, v, theta, eta, alpha)), max_surprise)
         outputs.append(y)
         if chunks is not None:
             more = n < chunks
@@ -359,7 +384,9 @@ class _Forms(NamedTuple):
 
 def _forms(backend: str, state: MemoryState, q: Tensor, chunk_size: int) -> _Forms:
     """The implementation that a backend stands for. What it cannot serve is refused here, before a token is read."""
-    if backend != "triton" and (backend != "auto" or not q.is_cuda or _inside_functorch()):
+    if state.start is not None and backend == "triton":
+        raise ValueError("`backend='triton'` forgets towards zero: take 'auto' where `state.start` is given")
+    if state.start is not None or (backend != "triton" and (backend != "auto" or not q.is_cuda or _inside_functorch())):
         return _Forms()
     try:
         import titans_kernels as kernels
@@ -389,10 +416,17 @@ def _read_from_line(state: MemoryState, tokens, counts: Tensor | None, chunk_siz
     if cut.head_width:
         whole = [cut.head(x).transpose(1, 2).unflatten(2, (-1, chunk_size)) for x in tokens]
         chunks = None if cut.head_counts is None else cut.head_counts // chunk_size
-        y_whole, weights, momentum = forms.scan_chunks(state.weights, state.momentum, *whole, chunks, max_surprise)
+        towards = {} if state.start is None else {"start": state.start}
+        y_whole, weights, momentum = forms.scan_chunks(
+            state.weights, state.momentum, *whole, chunks, max_surprise, **towards
+        )
         y_whole = y_whole.flatten(2, 3).transpose(1, 2)
         on_line = cut.head_counts is None  # then nothing of an open chunk is left
-        state = MemoryState(weights, momentum) if on_line else replace(state, weights=weights, momentum=momentum)
+        state = (
+            MemoryState(weights, momentum, start=state.start)
+            if on_line
+            else replace(state, weights=weights, momentum=momentum)
+        )
     if cut.body_width:
         rest = [cut.body(x).transpose(1, 2) for x in tokens]
         y_rest, state = forms.extend_chunk(state.opened(chunk_size), *rest, cut.body_counts, max_surprise)
@@ -475,13 +509,16 @@ def _recurrent(q, k, v, theta, eta, alpha, state: MemoryState, mask: Tensor | No
             tuple(_fill_slots(*pair, state.length) for pair in zip(state.errors, errors, strict=True)),
             tuple(_fill_slots(*pair, state.length) for pair in zip(state.gates, gates, strict=True)),
             state.length + 1,
+            state.start,
         )
         state = noted.select(real, state)
         full = state.length == chunk_size
+        restored = given_back(M, state.start, state.kept())
+        M = tuple(where_rows(full, *pair) for pair in zip(restored, M, strict=True))
         boundary = replace(state, weights=M, momentum=S, length=torch.zeros_like(state.length))
         state = boundary.select(full, state)
     if not any(on_host(state.length)):
-        state = MemoryState(state.weights, state.momentum)
+        state = MemoryState(state.weights, state.momentum, start=state.start)
     return torch.stack(outputs, dim=1), state
 
 
@@ -594,6 +631,8 @@ def _check_state(state: MemoryState, q: Tensor, chunk_size: int) -> None:
     if not state.weights or len(state.weights) != len(state.momentum):
         raise ValueError("`state.weights` and `state.momentum` must be tuples of the same length, one entry per layer")
     width = D
+    if state.start is not None and [W.shape for W in state.start] != [W.shape for W in state.weights]:
+        raise ValueError("`state.start` must be like `state.weights`, or None to forget towards zero")
     for depth, (W, S) in enumerate(zip(state.weights, state.momentum, strict=True)):
         if W.dim() != 4 or W.shape[:3] != (B, H, width) or S.shape != W.shape:
             raise ValueError(

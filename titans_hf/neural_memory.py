@@ -4,7 +4,7 @@ Axis letters: B batch, T tokens, H memory heads, D head width, P persistent toke
 real tokens at the front; `lengths` [B] says how many, None means all.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -129,7 +129,7 @@ class MemoryStart(nn.Module):
         super().__init__()
         hidden = [config.memory_expansion * config.head_dim] * (config.memory_depth - 1)
         widths = [config.head_dim, *hidden, config.head_dim]
-        self.depth = config.memory_depth
+        self.depth, self.stays = config.memory_depth, config.memory_forget_to == "start"
         # The module's own parameters, not a ParameterList's: offloading brings them in when the module is called.
         for layer, shape in enumerate(zip(widths[:-1], widths[1:], strict=True)):
             self.register_parameter(f"W{layer}", nn.Parameter(torch.empty(config.memory_num_heads, *shape)))
@@ -146,7 +146,8 @@ class MemoryStart(nn.Module):
     def forward(self) -> MemoryState:
         """A batch of one at the start: `M_0`, and no momentum."""
         weights = tuple(W[None].to(state_dtype(W.dtype), copy=True) for W in self.weights)  # a cache may keep them
-        return MemoryState(weights, tuple(torch.zeros_like(W) for W in weights))
+        momentum = tuple(torch.zeros_like(W) for W in weights)
+        return MemoryState(weights, momentum, start=weights if self.stays else None)
 
 
 @dataclass
@@ -220,8 +221,9 @@ class NeuralMemory(nn.Module):
         """
         carry = self.begin(1, spare)
         y, carry, _ = self(persistent[None], carry, chunk_size=persistent.shape[0])
+        state = replace(carry.state, start=carry.state.weights) if self.start.stays else carry.state
         widen = lambda x: x.expand(batch_size, *x.shape[1:])  # noqa: E731
-        return widen(y), MemoryCarry(carry.state.map(widen), carry.tail.map(widen))
+        return widen(y), MemoryCarry(state.map(widen), carry.tail.map(widen))
 
     def forward(
         self,

@@ -20,6 +20,7 @@ from .memory_ops import (
     MemoryState,
     advance,
     chunk_coefficients,
+    given_back,
     gradient_factors,
     read_tokens,
     recall,
@@ -203,6 +204,10 @@ def _look_on(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor, chunk_size
         norm = _norms(weights, momentum, inputs, errors, after)[..., place:]
         found.append(((answers - v[:, :, part]).square().sum(-1), norm))
         weights, momentum = advance(weights, momentum, inputs, errors, after.last())
+        if state.start is not None:
+            weights = given_back(weights, state.start, after.last().A)
+            if open_gates[0].shape[-1] == chunk_size:  # the chunk is complete: its last token leaves it so
+                norm[..., -1] = _norm(weights)
         start, place = part.stop, 0
     surprise, norm = (torch.cat(parts, dim=-1) for parts in zip(*found))
     return surprise, v.square().sum(-1), *gates, norm
@@ -212,8 +217,13 @@ def _look_back(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor, *_):
     """The same for tokens that are only read with: the memory stays as it is, no gate is used."""
     weights, _ = state.current()
     answers = recall(weights, k.transpose(1, 2)).transpose(1, 2)
-    norm = sum(W.square().sum((-2, -1)) for W in weights).sqrt()[..., None].expand(k.shape[:3])
+    norm = _norm(weights)[..., None].expand(k.shape[:3])
     return (answers - v).square().sum(-1), v.square().sum(-1), *torch.zeros_like(gates), norm
+
+
+def _norm(weights: tuple[Tensor, ...]) -> Tensor:
+    """[B, H] over the memory's depth."""
+    return sum(W.square().sum((-2, -1)) for W in weights).sqrt()
 
 
 def _behind(old: tuple[Tensor, ...], new: tuple[Tensor, ...] | Tensor, place: int, dim: int) -> tuple[Tensor, ...]:
