@@ -21,7 +21,7 @@ VOCAB = 256
 ROWS = ("repeated", "alternating", "random")
 
 
-def build_model(variant: str, worst_gates: bool = False, hidden_size: int = 16) -> TitansForCausalLM:
+def build_model(variant: str, worst_gates: bool = False, hidden_size: int = 16, **fields) -> TitansForCausalLM:
     """Tiny width, default memory settings; with the worst gates, theta is 0.1, eta 0.999 and alpha 0 at every token."""
     torch.manual_seed(0)
     config = TitansConfig(
@@ -36,6 +36,7 @@ def build_model(variant: str, worst_gates: bool = False, hidden_size: int = 16) 
         num_persistent_tokens=4,
         memory_theta_max=0.1 / (1 - 0.999) if worst_gates else None,
         initializer_range=0.25,  # at this width transformers' 0.02 would leave the memory all but empty
+        **fields,
     )
     model = TitansForCausalLM(config).eval()
     if worst_gates:

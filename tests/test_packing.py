@@ -54,7 +54,8 @@ def test_packed_documents_equal_the_documents_one_by_one(variant, marks):
 )
 def test_rows_of_documents_and_padding_equal_the_documents_one_by_one(variant, lengths, data):
     """Several rows, each with its own documents, padding anywhere between the tokens."""
-    model, width = tiny_model(variant), max(map(sum, lengths)) + 3
+    forget_to = data.draw(st.sampled_from(["zero", "start"]))
+    model, width = tiny_model(variant, memory_forget_to=forget_to), max(map(sum, lengths)) + 3
     ids, mask = random_ids(len(lengths), width), torch.zeros(len(lengths), width, dtype=torch.long)
     positions, expected = torch.zeros_like(ids), torch.zeros(len(lengths), width, 29, dtype=torch.float64)
     with torch.no_grad():

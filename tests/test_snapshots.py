@@ -31,13 +31,14 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("tokens", [1, 9, 200])
-def test_a_loaded_cache_goes_on_as_the_saved_one(variant, tokens, tmp_path):
-    model, ids, more = tiny_model(variant), random_ids(2, tokens), random_ids(2, 30, seed=1)
+@pytest.mark.parametrize("tokens, forget_to", [(1, "zero"), (9, "zero"), (200, "zero"), (200, "start")])
+def test_a_loaded_cache_goes_on_as_the_saved_one(variant, tokens, forget_to, tmp_path):
+    model, same = (tiny_model(variant, memory_forget_to=forget_to) for _ in range(2))
+    ids, more = random_ids(2, tokens), random_ids(2, 30, seed=1)
     cache = TitansCache(model.config)
     read(model, ids, cache)
     cache.save(tmp_path / "book.safetensors")
-    loaded = TitansCache.load(tmp_path / "book.safetensors", tiny_model(variant))
+    loaded = TitansCache.load(tmp_path / "book.safetensors", same)
     assert loaded.nbytes == cache.nbytes
     assert loaded.get_seq_length() == tokens
     for part in more.split([1, 1, 28], dim=1):

@@ -47,10 +47,28 @@ def test_saturated_gates_stay_finite(variant):
     assert all(x.isfinite().all() for x in memory_of(cache))
 
 
+@pytest.mark.parametrize("variant", ["mag", "mal", "lmm"])
+@torch.no_grad()
+def test_a_start_that_is_given_back_does_not_fade(variant):
+    """By the letter it does, on tokens that have nothing in common: what the memory has learned in training is lost."""
+    left = {}
+    for forget_to in ("zero", "start"):
+        model = build_model(variant, memory_forget_to=forget_to)
+        cache = TitansCache(model.config)
+        for piece in hard_rows(0, 8_000)[2:].split(1999, dim=1):
+            model(piece, past_key_values=cache)
+        memory = cache.layers[0].carry.memory
+        start = model.model.layers[0].mixer.memory.start.weights[0]
+        left[forget_to] = (memory.current()[0][0].norm() / start.norm()).item()
+    assert left["zero"] < 0.2
+    assert left["start"] > 0.8
+
+
 @every_variant
+@pytest.mark.parametrize("forget_to", ["zero", "start"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_stay_finite_on_such_input(variant, dtype):
-    model, ids = build_model(variant).to(dtype).train(), hard_rows(0, 700)
+def test_gradients_stay_finite_on_such_input(variant, dtype, forget_to):
+    model, ids = build_model(variant, memory_forget_to=forget_to).to(dtype).train(), hard_rows(0, 700)
     model(ids, labels=ids).loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
 

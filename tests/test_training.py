@@ -110,9 +110,12 @@ def test_a_flattening_collator_trains_and_evaluates(variant, tmp_path):
     run.train()
 
 
-@pytest.mark.parametrize("variant, padded", [*((variant, True) for variant in VARIANTS), ("lmm", False)])
-def test_a_compiled_training_step_equals_eager(variant, padded):
-    model = tiny_model(variant, torch.float32, num_hidden_layers=1).train()
+@pytest.mark.parametrize(
+    "variant, padded, forget_to",
+    [*((variant, True, "zero") for variant in VARIANTS), ("lmm", False, "zero"), ("mag", True, "start")],
+)
+def test_a_compiled_training_step_equals_eager(variant, padded, forget_to):
+    model = tiny_model(variant, torch.float32, num_hidden_layers=1, memory_forget_to=forget_to).train()
     batch = pad_right(examples(3))
     if not padded:
         batch = {"input_ids": random_ids(2, 8), "labels": random_ids(2, 8)}
