@@ -16,6 +16,7 @@ theta is the step, S the momentum, u the gradient ("momentary surprise").
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -326,9 +327,7 @@ def _step(state: MemoryState, q, k, v, gates, max_surprise: float | None):
     return y, replace(state, weights=weights, momentum=momentum, length=torch.zeros_like(state.length), pen=None)
 
 
-def scan_chunks(
-    weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | None, max_surprise: float | None, start=None
-):
+def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | None, max_surprise: float | None):
     """Read whole chunks from a chunk boundary, one after the other.
 
     Args:
@@ -336,11 +335,15 @@ def scan_chunks(
         q, k, v: [B, H, N, C, D], N chunks of C tokens.
         theta, eta, alpha: [B, H, N, C].
         chunks: [B] how many of the chunks each row has; None means all. Outputs behind a row's last are unspecified.
-        start: like the weights, what forgetting goes towards; None is zero.
 
     Returns:
         The outputs [B, H, N, C, D], and weights and momentum after each row's last chunk.
     """
+    return scan_towards(None, weights, momentum, q, k, v, theta, eta, alpha, chunks, max_surprise)
+
+
+def scan_towards(start, weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | None, max_surprise):
+    """`scan_chunks` that forgets towards `start`, which is like the weights; None is zero."""
     q, k, v = (x.to(weights[0].dtype) for x in (q, k, v))
     if not seen_through():
         return written_out_scan(max_surprise, chunks, weights, momentum, start, q, k, v, theta, eta, alpha)
@@ -386,7 +389,9 @@ def _forms(backend: str, state: MemoryState, q: Tensor, chunk_size: int) -> _For
     """The implementation that a backend stands for. What it cannot serve is refused here, before a token is read."""
     if state.start is not None and backend == "triton":
         raise ValueError("`backend='triton'` forgets towards zero: take 'auto' where `state.start` is given")
-    if state.start is not None or (backend != "triton" and (backend != "auto" or not q.is_cuda or _inside_functorch())):
+    if state.start is not None:
+        return _Forms(partial(scan_towards, state.start))
+    if backend != "triton" and (backend != "auto" or not q.is_cuda or _inside_functorch()):
         return _Forms()
     try:
         import titans_kernels as kernels
@@ -416,10 +421,7 @@ def _read_from_line(state: MemoryState, tokens, counts: Tensor | None, chunk_siz
     if cut.head_width:
         whole = [cut.head(x).transpose(1, 2).unflatten(2, (-1, chunk_size)) for x in tokens]
         chunks = None if cut.head_counts is None else cut.head_counts // chunk_size
-        towards = {} if state.start is None else {"start": state.start}
-        y_whole, weights, momentum = forms.scan_chunks(
-            state.weights, state.momentum, *whole, chunks, max_surprise, **towards
-        )
+        y_whole, weights, momentum = forms.scan_chunks(state.weights, state.momentum, *whole, chunks, max_surprise)
         y_whole = y_whole.flatten(2, 3).transpose(1, 2)
         on_line = cut.head_counts is None  # then nothing of an open chunk is left
         state = (
