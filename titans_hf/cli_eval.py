@@ -104,9 +104,9 @@ def evaluate(
     chosen = choose_tasks(suite.value, split_names(tasks))
     folder = check_data(suite.value, chosen, data_dir)
     read = [length_name(length) for length in read_lengths(suite.value, lengths)]
-    asked = {"name": name or model, "tasks": chosen, "limit": limit, "lengths": read}
-    check_record_output(out or default_output(model, suite, memory), None if out else asked)
+    asked = None if out else {"name": name or model, "tasks": chosen, "limit": limit, "lengths": read}
     out = out or default_output(model, suite, memory)
+    check_record_output(out, asked)
     loaded = load_to_measure(model, dtype, device)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from .eval_records import write_record
