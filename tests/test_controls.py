@@ -1,6 +1,7 @@
 """What a memory is worth is measured against itself: never written, put back at each segment, and a model without."""
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -172,5 +173,16 @@ def test_losses_by_place_are_the_models_own(tmp_path, capsys, monkeypatch):
         logits = model.eval()(ids[:, :-1], memory_read_only=True).logits[0]
     whole = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
     assert printed[3].split()[1:] == [f"{whole[a:b].mean():.3f}" for a, b in ((0, 128), (128, 256), (256, 300))]
+    record = ["--forget-to", "start", "--record", str(tmp_path / "places")]
+    by_place.main([str(tmp_path / "tiny"), "--data", str(tmp_path), "--tokens", "300", *record])
+    found = json.loads((tmp_path / "places.json").read_text())
+    assert found["places"] == [[0, 128], [128, 256], [256, 300]]
+    towards_start = capsys.readouterr().out.splitlines()
+    assert (
+        [f"{mean:.3f}" for mean in found["nats_per_token"]["on"]]
+        == towards_start[2].split()[1:]
+        != printed[2].split()[1:]
+    )
+    assert towards_start[3] == printed[3]  # a memory that is never written forgets nothing
     with pytest.raises(ValueError, match="no article has 9,000 tokens: lower --tokens"):
         by_place.read_texts(tmp_path, tokenizer, 9000)

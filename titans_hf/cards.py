@@ -413,7 +413,8 @@ def trained_limits(model: Model) -> list[str]:
     if model.is_titans:
         limits.append(
             "`memory_chunk_size` and the other fields of the configuration are part of what was trained: do not change "
-            "them."
+            'them, but for `memory_implementation`, and `memory_forget_to="start"` to read far beyond the rows that it '
+            "was trained on."
         )
         limits.append("What it keeps of a long text is lossy: the state is of constant size.")
     if not model.records and number:
