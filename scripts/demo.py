@@ -17,12 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from corpus import encode, read_corpus, train_tokenizer
-from facts import Facts, recall, stretches
-from records import write_record
 from rich.console import Console
 from rich.table import Table
-from small_model import FACTS, WINDOW, build_model, draw_losses, perplexity, train_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -33,6 +29,10 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from titans_hf import TitansCache, TitansForCausalLM
+from titans_hf.records.record import write_record
+from titans_hf.train.corpus import encode, read_corpus, train_tokenizer
+from titans_hf.train.facts import Facts, recall, stretches
+from titans_hf.train.small_model import FACTS, WINDOW, build_model, draw_losses, perplexity, train_model
 
 GAP = 500  # tokens between the facts and the questions, at the test
 TASK = "titans_held_out"

@@ -10,8 +10,8 @@ needed.
 import argparse
 from pathlib import Path
 
-from titans_hf.cards import preset_card, preset_names, read_model, trained_card
-from titans_hf.tables import write_text
+from titans_hf.evals.tables import write_text
+from titans_hf.hub.cards import preset_card, preset_names, read_model, trained_card
 
 HOME = Path(__file__).parent.parent / "model_cards"
 

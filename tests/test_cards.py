@@ -13,19 +13,21 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 import titans_hf
-from titans_hf import cards
-from titans_hf.card_results import by_suite, chance_note, eval_files, eval_results
-from titans_hf.cards import fill_card, is_hub_id, preset_card, preset_names, public, read_model, trained_card
-from titans_hf.chance import CHANCE, level
-from titans_hf.cli import app
-from titans_hf.cli_support import CommandError
-from titans_hf.eval_records import provenance, write_record
+from titans_hf.cli.app import app
+from titans_hf.evals.chance import CHANCE, level
+from titans_hf.evals.records import write_record
+from titans_hf.hub import cards
+from titans_hf.hub.card_results import by_suite, chance_note, eval_files, eval_results
+from titans_hf.hub.cards import fill_card, is_hub_id, preset_card, preset_names, public, read_model, trained_card
+from titans_hf.hub.loading import CommandError
+from titans_hf.records.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from make_cards import main as make_cards  # noqa: E402
-from recipe import load_recipe  # noqa: E402
+
+from titans_hf.train.recipe import load_recipe  # noqa: E402
 
 HOME = ROOT / "model_cards"
 DATASETS = {"wikitext": "EleutherAI/wikitext_document_level, wikitext-2-raw-v1", "piqa": "baber/piqa"}
@@ -43,7 +45,7 @@ RECIPE = {
     "training": {"learning_rate": 0.003, "precision": "fp32"},
 }
 TRAINING = {
-    "command": "python scripts/train.py /home/somebody/small.yaml out=runs/x",
+    "command": "python scripts/train/pretrain.py /home/somebody/small.yaml out=runs/x",
     "commit": "abc1234",
     "date": "2026-01-02",
     "torch": "2.13.0",
@@ -150,7 +152,7 @@ def test_a_preset_s_card_names_its_own_recipe_and_the_paper_s_figures():
         ("titans-mag-170m", "paper-15b.yaml", "15,000,000,000", None),
     ):
         text = str(preset_card(name))
-        assert f"python scripts/train.py scripts/recipes/{recipe} --preset {name}\n" in text
+        assert f"python scripts/train/pretrain.py scripts/recipes/{recipe} --preset {name}\n" in text
         assert f"| tokens | {tokens}, " in text
         assert (f"| Wiki. ppl ↓ | {perplexity} |" in text) == (perplexity is not None)
         assert ("**the paper's, not ours**" in text) == (perplexity is not None)
@@ -204,7 +206,7 @@ def test_a_trained_card_quotes_its_records(folder):
 def test_a_card_tells_nothing_of_the_machine_s_folders(folder):
     text = str(trained_card(read_model(folder)))
     assert "somebody" not in text
-    assert "python scripts/train.py …/small.yaml out=runs/x" in text
+    assert "python scripts/train/pretrain.py …/small.yaml out=runs/x" in text
     assert "titans eval runs/small/mag/model --data-dir …/data" in text
     assert "name: …/tokenizer" in text
     assert public("see https://a.b/c/d and a/b/c") == "see https://a.b/c/d and a/b/c"
@@ -274,7 +276,7 @@ def test_a_folder_with_a_configuration_alone_has_a_card(tmp_path):
     assert "# run\n" in card.text
     assert "No record of the training" in card.text
     assert "No evaluation was given" in card.text
-    (tmp_path / "run" / "training.json").write_text(json.dumps(TRAINING))  # where scripts/train.py puts it
+    (tmp_path / "run" / "training.json").write_text(json.dumps(TRAINING))  # where scripts/train/pretrain.py puts it
     assert "trained on 2M tokens" in trained_card(read_model(tmp_path / "run" / "model")).text
 
 

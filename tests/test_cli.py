@@ -20,8 +20,8 @@ from transformers.utils import logging as of_transformers
 from typer.testing import CliRunner
 
 from titans_hf import TitansCache, TitansConfig, TitansForCausalLM, TitansModel, memory_ops
-from titans_hf.cli import app
-from titans_hf.cli_info import TORCH, TRITON
+from titans_hf.cli.app import app
+from titans_hf.hub.describe import TORCH, TRITON
 from titans_hf.snapshots import read_note
 
 CHAT_TEMPLATE = (
@@ -284,7 +284,7 @@ def test_another_process_elsewhere_needs_the_memory_alone(home, book, tmp_path):
     """Without --model and from another folder; and no command loads torch before it runs."""
     asked, elsewhere = tmp_path / "asked.safetensors", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    code = "import sys; from titans_hf.cli import main; assert 'torch' not in sys.modules; main()"
+    code = "import sys; from titans_hf.cli.app import main; assert 'torch' not in sys.modules; main()"
     arguments = ["ask", "--memory", "../book.safetensors", "Who is it?", "--save", asked, *ANSWER]
     command = [sys.executable, "-c", code, *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -521,7 +521,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(home, tmp_path):
 
 
 def test_an_output_is_checked_before_anything_is_read(home, book, tmp_path, monkeypatch):
-    monkeypatch.setattr("titans_hf.cli_memory.load", lambda *args: pytest.fail("the reading began"))
+    monkeypatch.setattr("titans_hf.cli.memory.load", lambda *args: pytest.fail("the reading began"))
     model, file = home / "mag", home / "book.txt"
     for out, message in (
         (tmp_path / "nowhere" / "out", "there is no folder"),

@@ -14,12 +14,12 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install tit
 
 from lm_eval.models.huggingface import HFLM
 
-from titans_hf import evaluation
-from titans_hf.cli import app
-from titans_hf.eval_model import TitansLM
-from titans_hf.eval_records import read_record
-from titans_hf.evaluation import evaluate
-from titans_hf.tables import measured
+from titans_hf.cli.app import app
+from titans_hf.evals import evaluation
+from titans_hf.evals.evaluation import evaluate
+from titans_hf.evals.model import TitansLM
+from titans_hf.evals.records import read_record
+from titans_hf.evals.tables import measured
 
 pytestmark = pytest.mark.usefixtures("libraries_as_before")
 SEGMENT = 8
@@ -155,7 +155,7 @@ def test_what_has_no_memory_cannot_have_it_switched_off(baseline, tmp_path):
 
 
 def test_losses_by_place_are_the_models_own(tmp_path, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts" / "studies"))
     import by_place
 
     save_chat_model(tmp_path / "tiny", "lmm", memory_chunk_size=4)

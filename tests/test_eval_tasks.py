@@ -14,13 +14,13 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install tit
 import lm_eval
 from lm_eval.models.huggingface import HFLM
 
-from titans_hf.chance import CHANCE, level
-from titans_hf.cli import app
-from titans_hf.eval_files import COUNTS, READERS, VARIABLE, data_folder, documents
-from titans_hf.eval_model import TitansLM
-from titans_hf.eval_records import read_record
-from titans_hf.evaluation import TASK_FOLDER, evaluate, load_tasks, task_manager
-from titans_hf.paper_tables import paper_table
+from titans_hf.cli.app import app
+from titans_hf.evals.chance import CHANCE, level
+from titans_hf.evals.evaluation import TASK_FOLDER, evaluate, load_tasks, task_manager
+from titans_hf.evals.files import COUNTS, READERS, VARIABLE, data_folder, documents
+from titans_hf.evals.model import TitansLM
+from titans_hf.evals.paper_tables import paper_table
+from titans_hf.evals.records import read_record
 
 pytestmark = pytest.mark.usefixtures("libraries_as_before")
 REAL = Path(__file__).parent.parent.parent / "shared" / "data" / "lm_eval"
@@ -202,7 +202,7 @@ def test_four_lines_of_python_evaluate_with_lm_eval_alone(folder, record, tmp_pa
     monkeypatch.setattr(
         "lm_eval.evaluator.add_env_info", lambda results: None
     )  # which looks at the machine for seconds
-    from titans_hf.evaluation import task_manager
+    from titans_hf.evals.evaluation import task_manager
 
     results = lm_eval.simple_evaluate(
         model="hf",
@@ -277,7 +277,7 @@ def test_batch_size_and_pieces_change_nothing(variant, folder, monkeypatch):
     held = {"pretrained": tiny_model(variant, vocab_size=len(chat_tokenizer())), "tokenizer": chat_tokenizer()}
     expected = likelihoods(HFLM(**held, batch_size=1), folder, *SOME)
     assert_same_answers(likelihoods(HFLM(**held, batch_size=8), folder, *SOME), expected)
-    monkeypatch.setattr("titans_hf.eval_model.SHORTEST", 7)
+    monkeypatch.setattr("titans_hf.evals.model.SHORTEST", 7)
     for batch, logits in ((1, 2**25), (8, 2**25), (5, 1)):  # the last in pieces of 7 tokens
         assert_same_answers(likelihoods(TitansLM(**held, batch_size=batch, logits=logits), folder, *SOME), expected)
 
@@ -328,7 +328,7 @@ def test_the_command_prints_the_figures_and_writes_the_record(folder, tmp_path, 
 
 
 def test_a_record_is_replaced_unasked_only_by_the_same_measurement(folder, tmp_path, monkeypatch):
-    save_chat_model(tmp_path / "mag" / "model", "mag")  # as scripts/train.py leaves it
+    save_chat_model(tmp_path / "mag" / "model", "mag")  # as scripts/train/pretrain.py leaves it
     monkeypatch.chdir(tmp_path)
     arguments = ["mag/model", "--data-dir", folder, "--tasks", "boolq"]
     run(*arguments)

@@ -1,8 +1,7 @@
-"""scripts/finetune.py: chats, prompts and texts train a model or an adapter; bad input ends in one line."""
+"""scripts/train/finetune.py: chats, prompts and texts train a model or an adapter; bad input ends in one line."""
 
 import json
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,8 @@ pytest.importorskip("trl", reason="trl is not installed (pip install titans-hf[t
 pytest.importorskip("yaml", reason="pyyaml is not installed (pip install titans-hf[train])")
 peft = pytest.importorskip("peft", reason="peft is not installed (pip install titans-hf[train])")
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
-import finetune  # noqa: E402
+from titans_hf.train import finetune  # noqa: E402
 
 ROWS = {
     "messages": lambda i: {

@@ -77,14 +77,16 @@ print(type(AutoModelForCausalLM.from_config(AutoConfig.for_model("titans", {SMAL
     assert run(code) == ["TitansForCausalLM"]
 
 
-def test_the_function_keeps_its_name_beside_the_module_of_that_name():
+def test_no_module_shadows_the_function():
+    """`import titans_hf.neural_memory as m` fails: no module has the name of the function."""
     code = """
-import titans_hf, titans_hf.modeling_titans, sys
-print(callable(titans_hf.neural_memory), sys.modules["titans_hf.neural_memory"].NeuralMemory is titans_hf.NeuralMemory)
+import titans_hf, titans_hf.modeling_titans
+from importlib.util import find_spec
+print(callable(titans_hf.neural_memory), find_spec("titans_hf.neural_memory"))
 from titans_hf import *
 print(callable(neural_memory), TitansCache.__name__)
 """
-    assert run(code) == ["True", "True", "True", "TitansCache"]
+    assert run(code) == ["True", "None", "True", "TitansCache"]
 
 
 def test_what_is_public_is_listed_and_what_is_not_there_is_an_attribute_error():

@@ -21,7 +21,7 @@ def run(script: str, *arguments, **environment) -> subprocess.CompletedProcess:
 
 def test_the_presets_kernels_compile_without_spills_as_the_list_says():
     """For every target, in a process that compiles; also: every variant is in the list, and none of them spills."""
-    done = run("kernel_resources.py", "--defaults", "--check", TRITON_INTERPRET="0")
+    done = run("bench/kernel_resources.py", "--defaults", "--check", TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -29,23 +29,23 @@ def test_the_list_is_checked_against_the_sources(tmp_path):
     """A check that could not fail would be none: with another digest it does."""
     code = "import kernel_resources as r; r.digest = lambda: 'other'; print(r.differences([]))"
     command = [sys.executable, "-c", code]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT / "scripts")}
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT / "scripts" / "bench")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert "was made from other sources" in done.stdout, done.stderr
 
 
 def test_the_roofline_in_the_readme_is_the_scripts():
-    assert run("kernel_roofline.py", "--check").returncode == 0
+    assert run("bench/kernel_roofline.py", "--check").returncode == 0
 
 
 def test_the_kernel_benchmark_times_nothing_that_is_not_equal():
     """A NaN in one gradient is enough."""
     code = (
-        "import torch, bench_kernels as b; x = torch.ones(2); n = torch.tensor([1.0, float('nan')]);"
+        "import torch, kernel_speed as b; x = torch.ones(2); n = torch.tensor([1.0, float('nan')]);"
         "print(b.distance([x, x], [x, n]) <= 1e9); b.ragged_disagreement = lambda *_: float('nan');"
         "b.verify(b.Sizes(1, 1, 16, 1, 1, 16), 'cpu', 1.0)"
     )
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "scripts")}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "scripts" / "bench")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout.strip() == "False"
     assert done.returncode == 1
@@ -53,7 +53,7 @@ def test_the_kernel_benchmark_times_nothing_that_is_not_equal():
 
 
 def test_the_kernel_benchmark_compares_before_it_times(tmp_path):
-    done = run("bench_kernels.py", "--device", "cpu", "--record", tmp_path / "kernels", TRITON_INTERPRET="1")
+    done = run("bench/kernel_speed.py", "--device", "cpu", "--record", tmp_path / "kernels", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr[-3000:]
     with (tmp_path / "kernels.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

@@ -20,18 +20,20 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from titans_hf import eval_model, eval_needles, evaluation
-from titans_hf.cli import app
-from titans_hf.eval_babilong import scatter
-from titans_hf.eval_files import VARIABLE
-from titans_hf.eval_model import CheckedLM, TitansLM
-from titans_hf.eval_needles import prepare_niah
-from titans_hf.eval_records import check_record, read_record
-from titans_hf.eval_texts import books, prose, questions, sentences, story_file, words
-from titans_hf.evaluation import TASK_FOLDER, evaluate, load_tasks, task_manager
-from titans_hf.long_suites import TASKS, columns, length_name, read_lengths
-from titans_hf.paper_tables import paper_table
-from titans_hf.tables import markdown, our_rows
+from titans_hf.cli.app import app
+from titans_hf.evals import evaluation
+from titans_hf.evals import model as eval_model
+from titans_hf.evals import needles as eval_needles
+from titans_hf.evals.babilong import scatter
+from titans_hf.evals.evaluation import TASK_FOLDER, evaluate, load_tasks, task_manager
+from titans_hf.evals.files import VARIABLE
+from titans_hf.evals.model import CheckedLM, TitansLM
+from titans_hf.evals.needles import prepare_niah
+from titans_hf.evals.paper_tables import paper_table
+from titans_hf.evals.records import check_record, read_record
+from titans_hf.evals.suites import TASKS, columns, length_name, read_lengths
+from titans_hf.evals.tables import markdown, our_rows
+from titans_hf.evals.texts import books, prose, questions, sentences, story_file, words
 
 pytestmark = pytest.mark.usefixtures("libraries_as_before")
 REAL = Path(__file__).parent.parent.parent / "shared" / "data"

@@ -1,6 +1,5 @@
 """What a training run is said to take is what torch counts, and every recipe of the paper has a plan."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,9 @@ pytest.importorskip("datasets", reason="datasets is not installed (pip install t
 pytest.importorskip("yaml", reason="pyyaml is not installed (pip install titans-hf[train])")
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
 
-import plan  # noqa: E402
-import train  # noqa: E402
+from titans_hf.train import plan  # noqa: E402
+from titans_hf.train import pretrain as train  # noqa: E402
 
 LENGTH = 96
 STACK = {

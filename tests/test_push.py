@@ -16,30 +16,17 @@ from support import chat_tokenizer, save_chat_model, tiny_model
 from test_loading import WITHOUT_TITANS_HF
 from typer.testing import CliRunner
 
-from titans_hf import cli_push, hub_push
-from titans_hf.cli import app
-from titans_hf.cli_support import CommandError, size
-from titans_hf.hub_push import own_code
+from titans_hf.cli import push as cli_push
+from titans_hf.cli.app import app
+from titans_hf.hub import push as hub_push
+from titans_hf.hub.loading import CommandError, size
+from titans_hf.hub.push import own_code
 
-CODE = {
-    "attention_titans.py",
-    "cache_titans.py",
-    "carry_titans.py",
-    "chunk_ops.py",
-    "configuration_titans.py",
-    "documents_titans.py",
-    "memory_ops.py",
-    "mixers_titans.py",
-    "modeling_titans.py",
-    "neural_memory.py",
-    "row_ops.py",
-    "snapshots.py",
-    "step_ops.py",
-    "surprise.py",
-    "surprise_views.py",
-    "tails.py",
-    "token_ops.py",
-}
+ROOT = Path(__file__).parent.parent
+
+# a file directly in titans_hf/ travels with a checkpoint; what lies in a subfolder does not
+STAY = {"__init__.py", "__main__.py", "when_imported.py"}
+CODE = {path.name for path in (ROOT / "titans_hf").glob("*.py")} - STAY
 MODEL = {"config.json", "generation_config.json", "model.safetensors"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
 UPLOADED = {*CODE, *MODEL, *TOKENIZER, "README.md"}
@@ -106,7 +93,7 @@ def test_a_model_goes_up_and_comes_back_as_it_was(hub, folder, tmp_path):
     send = """
 import sys
 from titans_hf import TitansForCausalLM
-from titans_hf.cli import app
+from titans_hf.cli.app import app
 from transformers import AutoTokenizer
 try:
     app(["push", sys.argv[1], "--repo-id", "ada/by-command"], prog_name="titans")

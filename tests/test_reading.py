@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from titans_hf.reading import Token, _meeting, characters, opening_tokens, tokens
+from titans_hf.cli.reading import Token, _meeting, characters, opening_tokens, tokens
 
 PARAGRAPH = (
     "Call me Ishmael.  Some years ago -- never mind how long precisely -- I thought I would sail.\n\n\n"

@@ -33,14 +33,14 @@ def test_the_tour_takes_every_step_and_tells_how_to_repeat_it(tmp_path):
 
 
 def test_recall_writes_its_curve_and_accuracies(tmp_path):
-    run("recall.py", "--steps", 2, "--batch", 2, "--quiet", "--record", tmp_path / "recall")
+    run("studies/recall.py", "--steps", 2, "--batch", 2, "--quiet", "--record", tmp_path / "recall")
     record = json.loads((tmp_path / "recall.json").read_text())
     assert [run["memory"] for run in record["runs"]] == ["written", "read only"]
     assert (tmp_path / "recall.png").stat().st_size > 10_000
 
 
 def test_stability_reports_every_case(tmp_path):
-    run("stability.py", "--tokens", 500, "--variants", "mac", "lmm", "--record", tmp_path / "stability")
+    run("studies/stability.py", "--tokens", 500, "--variants", "mac", "lmm", "--record", tmp_path / "stability")
     record = json.loads((tmp_path / "stability.json").read_text())
     assert len(record["runs"]) == 6
     assert all(run["finite"] for run in record["runs"])
@@ -48,14 +48,14 @@ def test_stability_reports_every_case(tmp_path):
 
 def test_length_benchmark_shows_a_constant_cache(tmp_path):
     arguments = ["--tokens", 1500, "--steps", 2, "--repeats", 1, "--variants", "mal", "--record", tmp_path / "length"]
-    run("bench_length.py", *arguments)
+    run("bench/length.py", *arguments)
     rows = json.loads((tmp_path / "length.json").read_text())["rows"]
     assert [row["tokens_read"] for row in rows] == [1000, 1500]
     assert len({row["cache_bytes"] for row in rows}) == 1
     assert (tmp_path / "length.csv").read_text().count("\n") == 3
 
 
-PROGRAMS = sorted(path.name for path in SCRIPTS.glob("*.py") if "argparse" in path.read_text())  # others are shared
+PROGRAMS = sorted(str(path.relative_to(SCRIPTS)) for path in SCRIPTS.rglob("*.py"))
 
 
 @pytest.mark.parametrize("script", PROGRAMS)
@@ -65,7 +65,7 @@ def test_every_script_explains_itself(script):
 
 def test_the_speed_benchmark_times_the_layer_and_its_bound(tmp_path):
     sizes = ["--tokens", 128, "--expansions", 1, "--heads", 2, "--repeats", 1, "--threads", 1]
-    printed = run("bench_speed.py", "--sections", "layer", *sizes, "--record", tmp_path / "speed")
+    printed = run("bench/speed.py", "--sections", "layer", *sizes, "--record", tmp_path / "speed")
     runs = json.loads((tmp_path / "speed.json").read_text())["runs"]
     measured = {(run["measured"], run["implementation"]) for run in runs}
     assert measured >= {("forward", "titans-hf"), ("forward", "large products"), ("peak memory", "titans-hf")}
@@ -79,7 +79,7 @@ def test_the_speed_benchmark_times_models_of_equal_parameters_and_of_equal_width
     sections = ["--sections", "training", "prefill", "decode", "--repeats", 1, "--threads", 1]
     sizes = ["--width", 64, "--vocabulary", 128, "--model-tokens", 100]
     decoding = ["--contexts", 64, 128, 200, "--batches", 1, 2, "--steps", 2]
-    run("bench_speed.py", *sections, *sizes, *decoding, "--record", tmp_path / "speed")
+    run("bench/speed.py", *sections, *sizes, *decoding, "--record", tmp_path / "speed")
     record = json.loads((tmp_path / "speed.json").read_text())
     runs = record["runs"]
     ours = {f"titans-hf {variant}" for variant in ("mac", "mag", "mal", "lmm")}
@@ -100,7 +100,7 @@ def test_the_speed_benchmark_times_models_of_equal_parameters_and_of_equal_width
 
 def test_a_long_stream_stays_finite_and_flat(tmp_path):
     sizes = ["--variants", "mac", "--tokens", 4500, "--mark", 1000, "--piece", 300]
-    run("stream_long.py", *sizes, "--record", tmp_path / "stream")
+    run("bench/stream.py", *sizes, "--record", tmp_path / "stream")
     record = json.loads((tmp_path / "stream.json").read_text())
     assert record["problems"] == []
     assert [row["tokens_read"] for row in record["rows"]] == [1000, 2000, 3000, 4000, 4500]
@@ -113,10 +113,10 @@ def test_a_long_stream_stays_finite_and_flat(tmp_path):
 def test_a_stream_that_grows_or_breaks_is_noticed():
     """A check that could not fail would be none."""
     code = """
-from stream_long import problems
+from stream import problems
 good = dict(variant="mac", tokens_read=100, resident_mebibytes=500.0, cache_bytes=7, finite=True)
 for change in ({}, dict(resident_mebibytes=511.0), dict(cache_bytes=8), dict(finite=False)):
     print(len(problems([good, {**good, **change}], 0.02)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=SCRIPTS)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=SCRIPTS / "bench")
     assert done.stdout.split() == ["0", "1", "1", "1"], done.stderr

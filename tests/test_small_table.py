@@ -13,13 +13,14 @@ pytest.importorskip("yaml", reason="pyyaml is not installed (pip install titans-
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install titans-hf[eval])")
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts" / "train"))
 
-import plan  # noqa: E402
-import recipe as recipes  # noqa: E402
 import small_table  # noqa: E402
 import small_text  # noqa: E402
-import train  # noqa: E402
+
+from titans_hf.train import plan  # noqa: E402
+from titans_hf.train import pretrain as train  # noqa: E402
+from titans_hf.train import recipe as recipes  # noqa: E402
 
 ARTICLES = (
     " \n = One {0} = \n \n Words @-@ and , more . \n = = Part = = \n Text <unk> \n"

@@ -8,9 +8,9 @@ import pytest
 import torch
 from support import VARIANTS, memory_inputs, tiny_model
 
-from titans_hf import MemoryState, TitansCache, chunk_ops, neural_memory
+from titans_hf import MemoryState, TitansCache, memory_chunks, neural_memory
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts" / "studies"))
 
 from stability import build_model, hard_rows
 
@@ -139,13 +139,13 @@ def test_ordinary_text_does_not_touch_the_cap(variant, monkeypatch):
 
     capped = []
 
-    class Counting(chunk_ops.Write):
+    class Counting(memory_chunks.Write):
         def after(self, *state_and_gates):
             if self.scale[0].shape[1] == model.config.memory_chunk_size:  # not the prologue
                 capped.extend((scale < 1).flatten() for scale in self.scale)
             return super().after(*state_and_gates)
 
-    monkeypatch.setattr(chunk_ops, "Write", Counting)
+    monkeypatch.setattr(memory_chunks, "Write", Counting)
     with torch.no_grad():
         model.eval()(text[None, :4096], use_cache=False)
     assert torch.cat(capped).numel() == 4096 * 2 * 2 * 2, "tokens, heads, memory layers, blocks"

@@ -23,14 +23,14 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from titans_hf import TitansCache
-from titans_hf.answering import Style, answer, read
-from titans_hf.cli import app
+from titans_hf.cli.answering import Style, answer, read
+from titans_hf.cli.app import app
 from titans_hf.snapshots import read_note
 
 pytest.importorskip("gradio", reason="gradio is not installed")
 
 from titans_hf import studio as studio_module  # noqa: E402
-from titans_hf.studio import Studio, build, close_page, coloured, open_page, told  # noqa: E402
+from titans_hf.cli.studio_page import Studio, build, close_page, coloured, open_page, told  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")  # of pandas, about gradio
 TEXT = "Call me Ishmael. Some years ago I thought I would sail about a little, and see the watery part of the world."
@@ -277,8 +277,8 @@ def test_the_command_says_in_a_line_what_is_wrong(folder, tmp_path, monkeypatch)
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         assert f"port {port} of 127.0.0.1 is in use: pass another --port" in fail("--model", folder, "--port", port)
-    monkeypatch.delitem(sys.modules, "titans_hf.studio")
-    monkeypatch.delattr("titans_hf.studio")
+    monkeypatch.delitem(sys.modules, "titans_hf.cli.studio_page")
+    monkeypatch.delattr("titans_hf.cli.studio_page")
     monkeypatch.setitem(sys.modules, "gradio", None)
     assert "needs gradio" in (line := fail("--model", folder, "--port", 0))
     assert line.endswith('pip install "titans-hf[viz]"')

@@ -9,8 +9,8 @@ from rich.console import Console
 from support import VOCAB, chat_tokenizer, every_variant, tiny_model
 
 from titans_hf import TitansCache
+from titans_hf.memory_layer import NeuralMemory
 from titans_hf.memory_ops import recall
-from titans_hf.neural_memory import NeuralMemory
 from titans_hf.surprise import FIELDS, token_texts
 
 T = 29

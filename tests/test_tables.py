@@ -11,11 +11,13 @@ import subprocess
 import pytest
 from typer.testing import CliRunner
 
-from titans_hf import eval_records
-from titans_hf.cli import app
-from titans_hf.eval_records import FIELDS, check_record, own_commit, provenance, read_record, write_record
-from titans_hf.paper_tables import NUMBERS, paper_table
-from titans_hf.tables import highlighted, markdown, our_rows, to_csv
+from titans_hf.cli.app import app
+from titans_hf.evals import records as eval_records
+from titans_hf.evals.paper_tables import NUMBERS, paper_table
+from titans_hf.evals.records import FIELDS, check_record, read_record, write_record
+from titans_hf.evals.tables import highlighted, markdown, our_rows, to_csv
+from titans_hf.records import provenance as provenance_module
+from titans_hf.records.provenance import own_commit, provenance
 
 TABLE = paper_table(1)
 ROWS = [(group.split("M")[0], row) for group, rows in TABLE.groups.items() for row in rows]
@@ -261,7 +263,7 @@ def test_the_commit_is_this_packages_or_none(tmp_path, monkeypatch):
         told = ["-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
         return subprocess.run(["git", *told], cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
 
-    monkeypatch.setattr(eval_records, "__file__", str(tmp_path / "eval_records.py"))
+    monkeypatch.setattr(provenance_module, "__file__", str(tmp_path / "records" / "provenance.py"))
     assert own_commit() is None
     git("init")
     (tmp_path / "theirs.py").write_text("")

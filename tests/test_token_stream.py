@@ -1,7 +1,6 @@
 """The training data's stream: every token in order, no padding, and from any row on as if it had never been left."""
 
 import json
-import sys
 from itertools import islice
 from pathlib import Path
 
@@ -12,12 +11,12 @@ from support import assert_close, every_variant, tiny_model
 datasets = pytest.importorskip("datasets", reason="datasets is not installed (pip install titans-hf[train])")
 pytest.importorskip("yaml", reason="pyyaml is not installed (pip install titans-hf[train])")
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
 import token_stream  # noqa: E402
-from corpus import read_documents, train_tokenizer  # noqa: E402
 from datasets.distributed import split_dataset_by_node  # noqa: E402
-from recipe import DataSection  # noqa: E402
+
+from titans_hf.train.corpus import read_documents, train_tokenizer  # noqa: E402
+from titans_hf.train.recipe import DataSection  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

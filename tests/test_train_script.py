@@ -1,4 +1,4 @@
-"""scripts/train.py: a run can be killed at any time and still ends in the same weights; bad input ends in one line."""
+"""Training by a recipe: a run may be killed at any time and still ends in the same weights."""
 
 import json
 import math
@@ -19,13 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 datasets = pytest.importorskip("datasets", reason="datasets is not installed (pip install titans-hf[train])")
 pytest.importorskip("yaml", reason="pyyaml is not installed (pip install titans-hf[train])")
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
+from titans_hf.train import pretrain as train  # noqa: E402
+from titans_hf.train import recipe as recipes  # noqa: E402
+from titans_hf.train import stream_trainer, token_stream  # noqa: E402
 
-import recipe as recipes  # noqa: E402
-import stream_trainer  # noqa: E402
-import token_stream  # noqa: E402
-import train  # noqa: E402
+ROOT = Path(__file__).parent.parent
 
 DEBUG = ROOT / "scripts/recipes/debug-cpu.yaml"
 TINY = [
@@ -120,10 +118,9 @@ def test_the_perplexity_is_that_of_the_held_out_rows(finished):
 
 def test_a_run_killed_while_it_writes_a_checkpoint_resumes_to_identical_weights(finished, tmp_path):
     out = tmp_path / "killed"
-    code = f"""
+    code = """
 import os, signal, sys
-sys.path.insert(0, {str(ROOT / "scripts")!r})
-import train
+from titans_hf.train import pretrain as train
 save = train.StreamTrainer._save_rng_state
 def killed(self, folder):
     if self.state.global_step == 6:
@@ -303,7 +300,7 @@ def test_two_processes_train_on_the_rows_of_both(tmp_path):
     out = tmp_path / "two"
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     settings = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    script = [str(ROOT / "scripts/train.py"), str(DEBUG), *TINY, f"out={out}", "training.batch_tokens=512"]
+    script = [str(ROOT / "scripts/train/pretrain.py"), str(DEBUG), *TINY, f"out={out}", "training.batch_tokens=512"]
     done = subprocess.run(
         [*launcher, *settings, *script],
         capture_output=True,

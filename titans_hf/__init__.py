@@ -16,20 +16,20 @@ from .when_imported import when_imported
 if TYPE_CHECKING:
     from .cache_titans import TitansCache as TitansCache
     from .configuration_titans import TitansConfig as TitansConfig
+    from .memory_layer import NeuralMemory as NeuralMemory
     from .memory_ops import MemoryState as MemoryState
     from .memory_ops import neural_memory as neural_memory
     from .modeling_titans import TitansForCausalLM as TitansForCausalLM
     from .modeling_titans import TitansForSequenceClassification as TitansForSequenceClassification
     from .modeling_titans import TitansModel as TitansModel
     from .modeling_titans import TitansPreTrainedModel as TitansPreTrainedModel
-    from .neural_memory import NeuralMemory as NeuralMemory
     from .surprise import SurpriseTrace as SurpriseTrace
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "MemoryState": "memory_ops",
-    "NeuralMemory": "neural_memory",
+    "NeuralMemory": "memory_layer",
     "SurpriseTrace": "surprise",
     "TitansCache": "cache_titans",
     "TitansConfig": "configuration_titans",
@@ -57,15 +57,6 @@ class _Package(ModuleType):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *__all__})
 
-    @property
-    def neural_memory(self):
-        """The function. A module has the same name, and would take its place when it is loaded."""
-        return _part("neural_memory")
-
-    @neural_memory.setter
-    def neural_memory(self, module) -> None:
-        pass
-
 
 def _register_config(module: ModuleType) -> None:
     transformers.AutoConfig.register("titans", module.TitansConfig)
@@ -73,7 +64,7 @@ def _register_config(module: ModuleType) -> None:
 
 
 def _fill_card(folder, repo_id: str) -> None:
-    import_module(".cards", __name__).fill_card(folder, repo_id)
+    import_module(".hub.cards", __name__).fill_card(folder, repo_id)
 
 
 def _register_models(module: ModuleType) -> None:

@@ -16,7 +16,7 @@ from .cache_titans import TitansCacheLayer
 from .carry_titans import LayerCarry
 from .configuration_titans import TitansConfig
 from .memory_ops import seen_through, state_dtype
-from .row_ops import PackedRows, on_host
+from .rows import PackedRows, on_host
 from .tails import Tail
 
 

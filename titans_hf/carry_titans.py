@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from .memory_layer import Written
 from .memory_ops import MemoryState, neural_memory
-from .neural_memory import Written
-from .row_ops import compact, take, where_rows
+from .rows import compact, take, where_rows
 from .tails import Tail
 
 REWIND = 64  # tokens that `crop` can remove

@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .chunk_ops import scan as written_out_scan
-from .chunk_ops import without_autocast, without_dust
-from .row_ops import PackedRows, RowCut, compact, on_host, where_rows, without_values
-from .step_ops import Pen
+from .memory_chunks import scan as written_out_scan
+from .memory_chunks import without_autocast, without_dust
+from .memory_step import Pen
+from .rows import PackedRows, RowCut, compact, on_host, where_rows, without_values
 
 BACKENDS = ("auto", "torch", "triton", "recurrent")
 

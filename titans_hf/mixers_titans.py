@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from .attention_titans import Rows, SegmentAttention, SlidingAttention, rotate
 from .carry_titans import LayerCarry
 from .configuration_titans import TitansConfig
+from .memory_layer import MemoryCarry, NeuralMemory, TitansRMSNorm, Written
 from .memory_ops import MemoryState
-from .neural_memory import MemoryCarry, NeuralMemory, TitansRMSNorm, Written
-from .row_ops import RowCut, on_host, where_rows
+from .rows import RowCut, on_host, where_rows
 from .tails import Tail
 
 

@@ -40,9 +40,9 @@ from .cache_titans import TitansCache, TitansCacheLayer, check_cache, hide_past
 from .carry_titans import LOG_LIMIT, REWIND, Step
 from .configuration_titans import TitansConfig
 from .documents_titans import Documents, find_documents
+from .memory_layer import CausalConv, MemoryStart, NeuralMemory, TitansRMSNorm, WriteGates
 from .mixers_titans import MIXERS, BranchNorm, Mixed
-from .neural_memory import CausalConv, MemoryStart, NeuralMemory, TitansRMSNorm, WriteGates
-from .row_ops import PackedRows
+from .rows import PackedRows
 from .surprise import SurpriseTrace, trace
 from .tails import Tail
 

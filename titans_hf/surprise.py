@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache_titans import TitansCache
+from .memory_layer import NeuralMemory
 from .memory_ops import (
     Coefficients,
     MemoryState,
@@ -25,7 +26,6 @@ from .memory_ops import (
     read_tokens,
     recall,
 )
-from .neural_memory import NeuralMemory
 from .snapshots import whole_file
 
 FIELDS = ("surprise", "scale", "theta", "eta", "alpha", "norm")

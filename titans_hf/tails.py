@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .row_ops import take, where_rows
+from .rows import take, where_rows
 
 ROOM = 64  # tokens that can be appended before the tail has to move
 

@@ -1,0 +1,1 @@
+"""The `titans` command: one module a command, and what they share."""

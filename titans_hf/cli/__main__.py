@@ -1,0 +1,5 @@
+"""`python -m titans_hf.cli`: the `titans` command."""
+
+from .app import main
+
+main()

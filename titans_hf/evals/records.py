@@ -1,0 +1,125 @@
+"""The record of an evaluation: a JSON file that says what was measured, and everything needed to measure it again.
+
+format, version     "titans evaluation", 1
+suite               what was run: "table1", "table2" or "babilong"
+command, date       how and when
+commit              of titans-hf, with "-dirty" where files were changed; null outside of its repository
+versions            of titans_hf, torch, transformers, lm_eval and datasets
+machine             architecture and threads, and the device
+seeds               python, numpy, torch, fewshot: lm-eval's
+seconds             of the evaluation, without loading
+model               name, variant (of a baseline its model type), parameters, dtype, memory ("on"; "off", never written;
+                    "reset", put back at each segment; "none", of a baseline)
+settings            limit (documents a task; null is all), batch_size, max_length, num_fewshot, bootstrap_iters;
+                    of table2 and babilong also their lengths, and the limit is that of each; of a baseline also
+                    inputs_cut, how many inputs lost their beginning to its max_length
+data                by task: source ("files", "hub", or "noise", which needs neither), the dataset, lm-eval's version of
+                    the task, documents scored, the benchmark's total, and the files' SHA-256
+metrics             by column of the paper's tables (see `paper/`): value and stderr in the unit of the paper, unit,
+                    task and metric of lm-eval. A value that is not finite is null, and so is a stderr that lm-eval
+                    does not have
+"""
+
+import json
+import math
+from pathlib import Path
+
+from ..records.provenance import PACKAGES
+from ..snapshots import whole_file
+
+FORMAT, VERSION = "titans evaluation", 1
+NUMBER, TEXT, COUNT, NOTHING = (int, float), (str,), (int,), type(None)
+FIELDS = {
+    "format": TEXT,
+    "version": COUNT,
+    "suite": TEXT,
+    "command": TEXT,
+    "date": TEXT,
+    "commit": (str, NOTHING),
+    "versions": dict.fromkeys(("titans_hf", *PACKAGES), TEXT),
+    "machine": TEXT,
+    "seeds": dict.fromkeys(("python", "numpy", "torch", "fewshot"), COUNT),
+    "seconds": NUMBER,
+    "model": {"name": TEXT, "variant": TEXT, "parameters": COUNT, "dtype": TEXT, "memory": TEXT},
+    "settings": {
+        "limit": (int, NOTHING),
+        "batch_size": COUNT,
+        "max_length": COUNT,
+        "num_fewshot": COUNT,
+        "bootstrap_iters": COUNT,
+    },
+    "data": {
+        "*": {
+            "source": TEXT,
+            "dataset": TEXT,
+            "task_version": (str, int, float, NOTHING),
+            "documents": COUNT,
+            "total": COUNT,
+            "files": {"*": TEXT},
+        }
+    },
+    "metrics": {
+        "*": {
+            "value": (int, float, NOTHING),
+            "stderr": (int, float, NOTHING),
+            "unit": TEXT,
+            "task": (str, NOTHING),
+            "metric": (str, NOTHING),
+        }
+    },
+}
+
+
+def check_record(record: object, where: str = "the record") -> dict:
+    """The record, if it is one of this version; a ValueError names the field that is wrong."""
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError(f"{where} is not the record of a `titans eval`")
+    if record.get("version") != VERSION:
+        raise ValueError(
+            f"{where} is of version {record.get('version')!r}; this titans-hf reads version {VERSION}: evaluate again"
+        )
+    _check(record, FIELDS, where, "")
+    return record
+
+
+def _check(found: object, wanted: dict | tuple, where: str, field: str) -> None:
+    if isinstance(wanted, tuple):
+        if not isinstance(found, wanted) or isinstance(found, bool):
+            names = " or ".join("null" if kind is NOTHING else kind.__name__ for kind in wanted)
+            raise ValueError(f"{where}: {field} is {found!r}, where {names} is wanted")
+        return
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: {field} is {found!r}, where a mapping is wanted")
+    names = found if "*" in wanted else wanted
+    for name in names:
+        inner = f"{field}.{name}" if field else name
+        if name not in found:
+            raise ValueError(f"{where} lacks {inner}")
+        _check(found[name], wanted.get("*", wanted.get(name)), where, inner)
+
+
+def without_nan(record: dict) -> dict:
+    """The record as strict JSON has it: figures that are not finite become null."""
+    return json.loads(json.dumps(record), parse_constant=lambda _: None)
+
+
+def write_record(path: Path, record: dict) -> None:
+    """Write a record, whole or not at all."""
+    text = json.dumps(check_record(without_nan(record)), indent=1, allow_nan=False) + "\n"
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def read_record(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not a record: {error}") from error
+    return check_record(found, str(path))
+
+
+def stderr_of_mean(errors: list[float | None]) -> float | None:
+    """The standard error of a mean of independent figures; None where one of theirs is not known."""
+    if not errors or any(error is None for error in errors):
+        return None
+    return math.sqrt(sum(error**2 for error in errors if error is not None)) / len(errors)

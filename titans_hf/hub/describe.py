@@ -1,0 +1,126 @@
+"""What a model is and what it takes, from its configuration alone: no weights are made or loaded."""
+
+import copy
+from typing import TYPE_CHECKING
+
+from .loading import Dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..cache_titans import TitansCacheLayer
+    from ..configuration_titans import TitansConfig
+
+CONTEXTS = {"4K": 2**12, "128K": 2**17, "2M": 2**21}
+CAUSAL = "TitansForCausalLM"
+ARCHITECTURES = (CAUSAL, "TitansForSequenceClassification", "TitansModel")
+TRITON, TORCH = "Triton kernels", "chunk form in torch"
+
+
+def find_dtype(config: "TitansConfig", asked: Dtype) -> "torch.dtype":
+    import torch
+
+    own = config.dtype or torch.float32
+    return (
+        getattr(torch, asked.value) if asked is not Dtype.auto else getattr(torch, own) if isinstance(own, str) else own
+    )
+
+
+def describe(config: "TitansConfig", dtype: "torch.dtype") -> dict:
+    """All that `titans info` tells, as numbers."""
+    first, last = read_one_token(config, dtype)
+    layers = config.num_hidden_layers
+    cache = (layers - 1) * layer_bytes(first) + layer_bytes(last)
+    memory = sum(x.nbytes for x in (*last.carry.memory.weights, *last.carry.memory.momentum))
+    keys = 2 * layers * config.num_key_value_heads * config.head_dim * dtype.itemsize  # and values, of one token
+    return {
+        "variant": config.variant,
+        "dtype": str(dtype).removeprefix("torch."),
+        "layers": layers,
+        "hidden_size": config.hidden_size,
+        "vocabulary": config.vocab_size,
+        "parameters": count_parameters(config),
+        "memory_state_bytes": {"per_layer": memory, "all": memory * layers},
+        "cache_bytes": cache,
+        "full_attention_cache_bytes": {
+            name: {"bytes": keys * tokens, "ratio": keys * tokens / cache} for name, tokens in CONTEXTS.items()
+        },
+        "kernels": choose_kernels(config, last),
+    }
+
+
+def on_paper(config: "TitansConfig", architecture: str = CAUSAL):
+    """The model without its numbers."""
+    import torch
+
+    from .. import modeling_titans
+
+    with torch.device("meta"):
+        return getattr(modeling_titans, architecture)(config).eval()
+
+
+def count_parameters(config: "TitansConfig") -> dict[str, int]:
+    """All, and all but the tables that turn tokens into vectors and back."""
+    model = on_paper(config, next((name for name in config.architectures or () if name in ARCHITECTURES), CAUSAL))
+    tables = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
+    sizes = {id(table.weight): table.weight.numel() for table in tables}  # once, where they are tied
+    count = model.num_parameters()
+    return {"all": count, "without_embeddings": count - sum(sizes.values())}
+
+
+def read_one_token(config: "TitansConfig", dtype: "torch.dtype") -> tuple["TitansCacheLayer", "TitansCacheLayer"]:
+    """The cache of the first and of the last block after a token: all blocks but the last hold the same."""
+    import torch
+
+    from ..cache_titans import TitansCache
+
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = min(2, config.num_hidden_layers)
+    config.memory_implementation = "torch"  # which serves every shape and leaves the same cache
+    cache = TitansCache(config)
+    with torch.no_grad():
+        token = torch.zeros(1, 1, dtype=torch.long, device="meta")
+        on_paper(config).to(dtype)(input_ids=token, past_key_values=cache)
+    return cache.layers[0], cache.layers[-1]
+
+
+def layer_bytes(layer: "TitansCacheLayer") -> int:
+    return sum(x.nbytes for x in layer.tensors())
+
+
+def choose_kernels(config: "TitansConfig", layer: "TitansCacheLayer") -> dict[str, str]:
+    """What would write the memory here and on a GPU, and why; the choice itself is `memory_ops`' own."""
+    import torch
+
+    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen, why = _chosen(config, layer, here)
+    if here.type == "cuda":
+        return {"here": chosen, "why": why}
+    there, reason = _chosen(config, layer, torch.device("cuda"))
+    return {"here": chosen, "why": why, "on_a_gpu": there, "why_there": reason}
+
+
+def _chosen(config: "TitansConfig", layer: "TitansCacheLayer", device: "torch.device") -> tuple[str, str]:
+    import torch
+
+    asked, weights = config.memory_implementation, layer.carry.memory.weights
+    if asked in ("torch", "recurrent"):
+        return (TORCH if asked == "torch" else "token loop"), f"memory_implementation={asked!r}"
+    if asked == "auto" and device.type != "cuda":
+        return TORCH, "no CUDA device"
+    if layer.carry.memory.start is not None:
+        return TORCH, "the kernels forget towards zero, and memory_forget_to='start'"
+    try:
+        from titans_kernels import refusal
+    except ImportError as error:
+        if asked == "auto":
+            return TORCH, f"the kernels cannot be imported ({error}): pip install 'titans-hf[kernels]'"
+        return "none", f"memory_implementation='triton', and the kernels cannot be imported: {error}"
+    home = "meta" if device.type == "cuda" else device  # to which the kernels' rules are those of a GPU
+    q = torch.empty(1, 1, *weights[0].shape[1:3], dtype=weights[0].dtype, device=home)
+    unserved = refusal(weights, q, config.memory_chunk_size)
+    if unserved is None:
+        return TRITON, "they serve this memory"
+    if asked == "auto":
+        return TORCH, f"the kernels do not serve {unserved}"
+    return "none", f"memory_implementation='triton', and the kernels do not serve {unserved}"

@@ -1,0 +1,314 @@
+"""The neural memory as a layer (Section 4.4): projections, convolution, gates, the update rule, norm and output gate.
+
+Axis letters: B batch, T tokens, H memory heads, D head width, P persistent tokens, N tokens of a tail. Rows hold their
+real tokens at the front; `lengths` [B] says how many, None means all.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .configuration_titans import TitansConfig
+from .memory_ops import MemoryState, neural_memory, recall, seen_through, state_dtype
+from .memory_tokens import conv_silu, convolved, gated_norm, inverse_rms, unit
+from .rows import take
+from .tails import Tail
+
+FEW = 8  # tokens of a pass that are not worth a pass over each stream by itself
+
+
+class TitansRMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale, computed in float32 or better."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype == state_dtype(x.dtype):
+            if x.numel() <= FEW * self.weight.numel() and not torch.is_grad_enabled() and not seen_through():
+                return (x * inverse_rms(x, self.eps)).mul_(self.weight)
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        precise = x.to(state_dtype(x.dtype))
+        precise = precise * torch.rsqrt(precise.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * precise.to(self.weight.dtype)
+
+
+class GatedNorm(TitansRMSNorm):
+    """The norm of every head, times the output gate."""
+
+    def forward(self, y: Tensor, gate: Tensor | None = None, written_out: bool = False) -> Tensor:
+        """[B, T, H, D] to [B, T, H D]; the gate is what SiLU opens, [B, T, H D], or None for none."""
+        if gate is None:
+            return super().forward(y).flatten(-2)
+        if written_out:
+            precise = state_dtype(y.dtype)
+            return gated_norm(y.to(precise), gate, self.weight.to(precise), self.eps)
+        return super().forward(y).flatten(-2) * F.silu(gate)
+
+
+class CausalConv(nn.Module):
+    """The weights of a causal depthwise convolution over tokens, of queries, keys and values side by side.
+
+    Queries start at their own token and, half as much, the one before; keys start one token further back; values at
+    their own. As keys and queries start with the same projection, what is written is from the first step on "this value
+    came after that token", and found again when that token returns: recall is learned many times sooner. Values start
+    at half their size: at full size ordinary text ran into the cap on surprise (2 to 16 tokens of a hundred).
+    """
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.reach = width - 1
+
+    def start(self) -> Tensor:
+        """Weights to start from, [channels, reach + 1], with a little noise to tell channels apart."""
+        channels, width = self.weight.shape
+        taps = torch.zeros(3, width + 2)  # queries, keys, values; two columns further back than the convolution looks
+        taps[0, -2:] = torch.tensor([0.5, 1.0])
+        taps[1] = taps[0].roll(-1) if width > 1 else taps[0]
+        taps[2, -1] = 0.5
+        noise = torch.rand(channels, width) - 0.5
+        return taps[:, -width:].repeat_interleave(channels // 3, dim=0) + 0.4 * width**-0.5 * noise
+
+    def forward(self, channels: int) -> Tensor:
+        """Those of the first channels, [reach + 1, channels]. Offloading brings them in when the module is called."""
+        weight = self.weight[:channels]
+        return weight.T.to(state_dtype(weight.dtype)).contiguous()
+
+
+class WriteGates(nn.Module):
+    """The step size theta, the momentum decay eta and the forget gate alpha of every token, per head.
+
+    Theta is a share of `memory_theta_max * (1 - eta)`. The momentum is then a weighted mean of past gradients, so that
+    no token moves the memory by more than `memory_theta_max` times the largest of them; with an eta that stays the same
+    that is also the most that a gradient moves it by in the end. All gradients of a chunk are taken at the same weights
+    and overshoot together where `2 theta / (1 - eta)` times the chunk's length exceeds 2 and its keys are alike, as
+    those of ordinary text are. Up to `1 / chunk`, and with an eta that stays the same, a linear memory does not; a deep
+    one is steeper by the square of what it has learned, hence a quarter of that by default. An eta that rises behind a
+    large step spends it many times over: what bounds the memory then is `memory_max_surprise`.
+
+    The weights start at zero, so that at first every token is written alike. The biases start theta and eta at half
+    their maximum, and alpha at a half-life of 1,386 tokens: a deep memory that forgets faster than it writes falls to
+    zero, where all its gradients vanish.
+    """
+
+    START = (0.5, 0.5, 5e-4)  # theta and eta as shares of their maximum, and alpha
+
+    def __init__(self, config: TitansConfig):
+        super().__init__()
+        self.proj = nn.Linear(config.hidden_size, 3 * config.memory_num_heads)
+        self.theta_max, self.eta_max = config.memory_theta_max, config.memory_eta_max
+        self.momentum, self.forget = config.memory_momentum, config.memory_forget
+
+    def start_bias(self) -> Tensor:
+        return torch.tensor(self.START).logit().repeat_interleave(self.proj.out_features // 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, hidden] to `(theta, eta, alpha)` stacked as [B, T, 3, H]."""
+        logits = self.proj(x)
+        theta, eta, alpha = logits.to(state_dtype(logits.dtype)).sigmoid().chunk(3, dim=-1)
+        eta = self.eta_max * eta if self.momentum else torch.zeros_like(eta)
+        theta = self.theta_max * theta * (1 - eta)
+        alpha = alpha if self.forget else torch.zeros_like(alpha)
+        return torch.stack((theta, eta, alpha), dim=2)
+
+
+class MemoryStart(nn.Module):
+    """The learned weights `M_0` every sequence starts from, per head.
+
+    Hidden layers start as random features (standard deviation `1 / sqrt(in)`) and the last layer at zero: at first the
+    memory answers with nothing but what was written, and recall is learned sooner. Only MAC asks `M_0` itself, in its
+    first segment, and a norm follows: its last layer starts at a tenth, for at exactly zero that norm has no direction.
+    """
+
+    def __init__(self, config: TitansConfig):
+        super().__init__()
+        hidden = [config.memory_expansion * config.head_dim] * (config.memory_depth - 1)
+        widths = [config.head_dim, *hidden, config.head_dim]
+        self.depth, self.stays = config.memory_depth, config.memory_forget_to == "start"
+        # The module's own parameters, not a ParameterList's: offloading brings them in when the module is called.
+        for layer, shape in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+            self.register_parameter(f"W{layer}", nn.Parameter(torch.empty(config.memory_num_heads, *shape)))
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The weights of each layer, [H, in, out]."""
+        return [getattr(self, f"W{layer}") for layer in range(self.depth)]
+
+    def start_sizes(self, variant: str) -> list[float]:
+        """How large each layer starts, in units of `1 / sqrt(in)`."""
+        return [1.0] * (self.depth - 1) + [0.1 if variant == "mac" else 0.0]
+
+    def forward(self) -> MemoryState:
+        """A batch of one at the start: `M_0`, and no momentum."""
+        weights = tuple(W[None].to(state_dtype(W.dtype), copy=True) for W in self.weights)  # a cache may keep them
+        momentum = tuple(torch.zeros_like(W) for W in weights)
+        return MemoryState(weights, momentum, start=weights if self.stays else None)
+
+
+@dataclass
+class MemoryCarry:
+    """What a memory layer carries from one call to the next.
+
+    Attributes:
+        state: weights, momentum and the open chunk.
+        tail: of 3 H D channels, the last projected queries, keys and values before the convolution.
+    """
+
+    state: MemoryState
+    tail: Tail
+
+
+@dataclass
+class Written:
+    """The tokens one call wrote, as the update rule saw them: what is needed to write them again."""
+
+    k: Tensor  # [B, T, H, D]
+    v: Tensor  # [B, T, H, D]
+    gates: Tensor  # [B, T, 3, H]
+
+
+class NeuralMemory(nn.Module):
+    """The long-term memory as a sequence layer. Its keys start equal to its queries, one token back (`CausalConv`).
+
+    >>> memory = NeuralMemory(TitansConfig(hidden_size=64, num_attention_heads=2))
+    >>> carry = memory.begin(batch_size=3)
+    >>> y, carry, _ = memory(x, carry)          # x, y: [3, any number of tokens, 64]
+    """
+
+    def __init__(self, config: TitansConfig):
+        super().__init__()
+        self.num_heads, self.head_dim = config.memory_num_heads, config.head_dim
+        self.chunk_size, self.max_surprise = config.memory_chunk_size, config.memory_max_surprise
+        self.gates_by_chunk = config.memory_gates == "chunk"
+        self.backend = config.memory_implementation
+        width = self.num_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.conv = CausalConv(3 * width, config.memory_conv_width) if config.memory_conv else None
+        self.write_gates = WriteGates(config)
+        self.start = MemoryStart(config)
+        self.norm = GatedNorm(self.head_dim, config.rms_norm_eps)
+        self.output_gate = nn.Linear(config.hidden_size, width, bias=False)
+        self.out_proj = nn.Linear(width, config.hidden_size, bias=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the layer computes in, outside of its memory."""
+        return self.norm.weight.dtype
+
+    @property
+    def conv_reach(self) -> int:
+        """Tokens before the present one that the convolution looks at."""
+        return 0 if self.conv is None else self.conv.reach
+
+    def begin(self, batch_size: int = 1, spare: int = 0) -> MemoryCarry:
+        """The carry of rows that have read nothing; its tail has room for `spare` more tokens than the conv needs."""
+        state = self.start()
+        channels = 3 * self.num_heads * self.head_dim
+        tail = state.weights[0].new_zeros(batch_size, self.conv_reach + spare, channels, dtype=self.dtype)
+        return MemoryCarry(state.map(lambda x: x.expand(batch_size, *x.shape[1:])), Tail(tail))
+
+    def prologue(self, persistent: Tensor, batch_size: int, spare: int = 0) -> tuple[Tensor, MemoryCarry]:
+        """Read the persistent tokens [P, hidden] as one chunk of their own: its gradients are taken at `M_0`.
+
+        Returns the outputs [B, P, hidden] and the carry that every row's first real token starts from.
+        """
+        carry = self.begin(1, spare)
+        y, carry, _ = self(persistent[None], carry, chunk_size=persistent.shape[0])
+        state = replace(carry.state, start=carry.state.weights) if self.start.stays else carry.state
+        widen = lambda x: x.expand(batch_size, *x.shape[1:])  # noqa: E731
+        return widen(y), MemoryCarry(state.map(widen), carry.tail.map(widen))
+
+    def forward(
+        self,
+        x: Tensor,
+        carry: MemoryCarry,
+        lengths: Tensor | None = None,
+        read_only: bool = False,
+        chunk_size: int | None = None,
+    ) -> tuple[Tensor, MemoryCarry, Written]:
+        """Write [B, T, hidden] into the memory and read it (Eqs. 12-15); with `read_only`, only read what it holds.
+
+        Returns the outputs [B, T, hidden], the carry after the last token, and the tokens as they were written.
+        """
+        (q, k, v), tail = self._heads((self.q_proj(x), self.k_proj(x), self.v_proj(x)), carry.tail, lengths)
+        state, backend = carry.state, self.backend
+        if chunk_size is None:
+            chunk_size = self.chunk_size
+        elif backend == "triton":
+            backend = "torch"  # kernels are compiled for the grid; a chunk of its own is read once
+        gates = self.write_gates(x)  # [B, T, 3, H]
+        if self.gates_by_chunk:
+            gates = _gates_of_first_token(gates, state, chunk_size)
+        if read_only:
+            state = state.held()
+            y = recall(state.current()[0], q)
+        else:
+            y, state = neural_memory(
+                q,
+                k,
+                v,
+                *gates.unbind(2),
+                state,
+                chunk_size=chunk_size,
+                max_surprise=self.max_surprise,
+                backend=backend,
+                lengths=lengths,
+            )
+        out = self.out_proj(self.norm(y, self.output_gate(x), self._written_out(y)))
+        return out, MemoryCarry(state, tail), Written(k, v, gates)
+
+    def queries(self, x: Tensor, tail: Tail, lengths: Tensor | None = None) -> tuple[Tensor, Tail]:
+        """Queries [B, T, H, D] for retrieval, and the tail, of H D channels, of their own stream."""
+        (q,), tail = self._heads((self.q_proj(x),), tail, lengths)
+        return q, tail
+
+    def retrieve(self, weights: tuple[Tensor, ...], q: Tensor) -> Tensor:
+        """What the given memory holds for the queries, as tokens [B, T, hidden]: normed and projected, not gated."""
+        return self.out_proj(self.norm(recall(weights, q)))
+
+    def _written_out(self, x: Tensor) -> bool:
+        """Whether the tokens [B, T, ...] are many, and nobody wants to see through what is done to them."""
+        return x.shape[1] > FEW and self.backend != "recurrent" and not seen_through()
+
+    def _heads(self, projected: tuple[Tensor, ...], tail: Tail, lengths: Tensor | None) -> tuple[list[Tensor], Tail]:
+        """Queries, and keys and values if given, each [B, T, H D], as heads [B, T, H, D]: convolved, through SiLU.
+
+        Queries and keys have length 1. The tail is that of all streams side by side, for the next call.
+        """
+        streams, width = len(projected), self.num_heads * self.head_dim
+        if self.conv is not None and self._written_out(projected[0]):
+            before = tail.last(self.conv_reach).split(width, dim=-1)
+            taps = self.conv(streams * width).split(width, dim=-1)
+            found = [
+                conv_silu(x, *past, self.num_heads, to_unit=i < 2)
+                for i, (x, *past) in enumerate(zip(projected, before, taps, strict=True))
+            ]
+            return found, tail.after(projected, lengths)
+        joined = projected[0] if streams == 1 else torch.cat(projected, dim=-1)
+        extended, tail = tail.go_on(joined, lengths)
+        if self.conv is not None:
+            taps = self.conv(streams * width)
+            joined = convolved(
+                extended[:, extended.shape[1] - joined.shape[1] - self.conv_reach :].to(taps.dtype), taps
+            )
+        mixed = F.silu(joined.to(state_dtype(joined.dtype))).unflatten(-1, (streams * self.num_heads, -1))
+        directions = min(streams, 2) * self.num_heads
+        heads = unit(mixed[:, :, :directions]).split(self.num_heads, dim=2)
+        return [*heads, mixed[:, :, directions:]][:streams], tail
+
+
+def _gates_of_first_token(gates: Tensor, state: MemoryState, chunk_size: int) -> Tensor:
+    """Every token takes the gates of the token that opened its chunk (Section 3.2), never those of a later one."""
+    token = torch.arange(gates.shape[1], device=gates.device)
+    if state.length is None:
+        return gates[:, token - token % chunk_size]
+    opener = token - (state.length[:, None] + token) % chunk_size  # [B, T], negative: opened by an earlier call
+    carried = torch.stack(state.gates, dim=1)[..., 0]  # [B, 3, H]
+    return torch.where((opener < 0)[..., None, None], carried[:, None], take(gates, opener.clamp(min=0)))

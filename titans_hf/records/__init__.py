@@ -1,0 +1,1 @@
+"""What every record says of where it comes from, and how it is written."""

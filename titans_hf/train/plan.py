@@ -1,0 +1,298 @@
+"""What a training run takes: steps, FLOPs, memory and days, from arithmetic alone. Nothing is allocated or loaded.
+
+FLOPs are those of the matrix products that the code here computes, forward and backward, a multiply-add being two.
+Gradient checkpointing would compute the forward once more; that is not counted, as is usual where a utilisation is
+assumed. Tests hold the count against torch's own counter.
+
+Letters: N weights, D head width, C tokens of a chunk, H heads, P persistent tokens, T tokens of a row.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from .. import TitansConfig
+from .recipe import Recipe
+
+# Dense bfloat16 TFLOP/s and GB, from the makers' data sheets: NVIDIA's for A100 SXM, H100 SXM, H200 SXM, HGX B200, L40S
+# and GeForce RTX 4090 (sums in float32), AMD's for MI300X. Where a sheet states sparse figures, half of them.
+GPUS = {
+    "a100": (312, 80),
+    "h100": (989, 80),
+    "h200": (989, 141),
+    "b200": (2250, 180),
+    "l40s": (362, 48),
+    "rtx4090": (165, 24),
+    "mi300x": (1307, 192),
+}
+# What a layer keeps for its backward, in bytes per token and unit of width, beside chunk starts and feed-forward:
+# measured on the 170m presets, and a Llama of that width, under bfloat16 autocast.
+KEPT_BY_MIXER = {"mac": 145, "mag": 182, "mal": 166, "lmm": 56, "llama": 34}
+BYTES_PER_LOGIT = 12  # in bfloat16 and float32, their log-softmax and its gradient
+
+
+@dataclass
+class Sizes:
+    """Parameters of a model: all of them, those outside of the embeddings, those of one layer."""
+
+    parameters: int
+    without_embeddings: int
+    per_layer: int
+
+
+@dataclass
+class Flops:
+    """Training FLOPs per token."""
+
+    products: int
+    memory: int
+    attention: int
+
+    @property
+    def total(self) -> int:
+        return self.products + self.memory + self.attention
+
+
+@dataclass
+class Batch:
+    """The global batch: rows of a device x accumulation x processes x length."""
+
+    rows: int
+    accumulation: int
+    processes: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.accumulation * self.processes * self.length
+
+
+def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def count_parameters(model: PreTrainedModel) -> Sizes:
+    total = model.num_parameters()
+    outside = {id(p): p.numel() for p in model.get_input_embeddings().parameters()}
+    outside |= {id(p): p.numel() for p in model.get_output_embeddings().parameters()}
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    return Sizes(total, total - sum(outside.values()), layer)
+
+
+def product_flops(model: PreTrainedModel) -> int:
+    """`6 N` per token: 2 N forward and 4 N backward for the N weights of linear layers, the head's included.
+
+    MAC uses some of its weights twice: retrieval has queries and an output of its own, and attention also takes keys
+    and values of what was retrieved.
+    """
+    twice = ("memory.q_proj", "memory.out_proj", "attention.k_proj", "attention.v_proj")
+    weights = 0
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            again = mixer_of(model.config) == "mac" and name.endswith(twice)
+            weights += module.weight.numel() * (2 if again else 1)
+    return 6 * weights
+
+
+def mixer_of(config: PreTrainedConfig) -> str:
+    """A Titans variant, or the family of a baseline."""
+    return getattr(config, "variant", config.model_type)
+
+
+def memory_flops(config: PreTrainedConfig) -> int:
+    """The inner loop, per token of all layers. With |M| the weights of a head's memory and |M'| those behind its first
+    layer, multiply-adds per token and head are
+
+        write     |M| + |M'|             keys forward, errors back: the inner gradient (Eq. 12)
+        update    2 |M|                  into weights and momentum (Eqs. 13 and 14)
+        read      2 |M| + C w            through both, and through the chunk's own gradients (Eq. 15)
+        gates     C (C + 2)              what each gradient is worth to each later token
+
+    where `w` sums the widths at both ends of every layer. The backward computes write, read and gates again, and then
+    takes `8 |M| + 2 C w` for read and update, `2 |M| + 2 |M'|` for the write, a gradient through a gradient, and twice
+    the gates. MAC asks the memory once more for every token, `|M|` forward and `2 |M|` backward.
+    """
+    if mixer_of(config) == "llama":
+        return 0
+    C, layers = config.memory_chunk_size, memory_layers(config)
+    M = sum(i * o for i, o in layers)
+    deep = M - math.prod(layers[0])
+    chunk = C * sum(i + o for i, o in layers)
+    write, update, read, gates = M + deep, 2 * M, 2 * M + chunk, C * (C + 2)
+    forward = write + update + read + gates
+    backward = write + read + gates + 8 * M + 2 * chunk + 2 * M + 2 * deep + 2 * gates
+    retrieval = 3 * M if config.variant == "mac" else 0
+    return 2 * config.num_hidden_layers * config.memory_num_heads * (forward + backward + retrieval)
+
+
+def memory_layers(config: TitansConfig) -> list[tuple[int, int]]:
+    """The widths at both ends of every layer of a head's memory."""
+    D = config.head_dim
+    return list(pairwise([D, *[config.memory_expansion * D] * (config.memory_depth - 1), D]))
+
+
+def attention_flops(config: PreTrainedConfig, length: int, half: bool) -> int:
+    """Scores and weighted values, per token of all layers, three times for forward and backward.
+
+    A MAC token meets P + 2 segments of keys. A MAG or MAL token of a row longer than its window meets P keys and three
+    blocks of half a window; the prefix's scores take further channels (`SlidingAttention._lay_out`). A Llama token
+    meets all keys of its row.
+    """
+    if mixer_of(config) == "lmm":
+        return 0
+    if mixer_of(config) == "llama":
+        return 2 * 3 * config.num_hidden_layers * config.num_attention_heads * length * 2 * config.head_dim
+    D, P = config.head_dim, config.num_persistent_tokens
+    if config.variant == "mac":
+        work = (P + 2 * min(config.segment_size, length)) * 2 * D
+    else:
+        W = config.sliding_window
+        keys = P + (length if length <= W else 3 * ((W + 1) // 2))
+        if P == 0:
+            work = keys * 2 * D
+        elif half:
+            work = keys * 3 * D
+        else:
+            work = keys * 2 * (D + P) + P * D
+    return 2 * 3 * config.num_hidden_layers * config.num_attention_heads * work
+
+
+def training_flops(model: PreTrainedModel, length: int, half: bool = True) -> Flops:
+    config = model.config
+    return Flops(product_flops(model), memory_flops(config), attention_flops(config, length, half))
+
+
+def split_batch(batch_tokens: int, rows: int, processes: int, length: int) -> Batch:
+    """The accumulation that makes up the global batch, or a `ValueError` if none does."""
+    once = rows * processes * length
+    if batch_tokens % once:
+        near = {max(1, batch_tokens // once) * once, (batch_tokens // once + 1) * once}
+        raise ValueError(
+            f"`training.batch_tokens` ({batch_tokens:,}) is not a multiple of rows_per_device x processes x "
+            f"sequence_length = {rows} x {processes} x {length:,} = {once:,}; "
+            f"near it: {' and '.join(f'{tokens:,}' for tokens in sorted(near))}"
+        )
+    return Batch(rows, batch_tokens // once, processes, length)
+
+
+def state_bytes(sizes: Sizes, gpus: int) -> int:
+    """Weights, gradients and AdamW's two moments in float32, which FSDP2 shards over all GPUs."""
+    return 16 * sizes.parameters // gpus
+
+
+def gathered_bytes(sizes: Sizes, gpus: int) -> int:
+    """Under FSDP2, what is whole at a time, in bfloat16: the embeddings, two layers and a layer's gradient."""
+    return 0 if gpus == 1 else 2 * (sizes.parameters - sizes.without_embeddings + 3 * sizes.per_layer)
+
+
+def activation_bytes(config: PreTrainedConfig, tokens: int, checkpointing: bool) -> int:
+    """An estimate: what the layers keep of `tokens` tokens, then the larger of one more layer's inside and the logits.
+
+    With checkpointing a layer keeps its input, and its inside when it is computed again.
+    """
+    chunk_starts = 0
+    if mixer_of(config) != "llama":
+        M = sum(i * o for i, o in memory_layers(config))
+        chunk_starts = 8 * M * config.memory_num_heads // config.memory_chunk_size  # weights and momentum, float32
+    inside = KEPT_BY_MIXER[mixer_of(config)] * config.hidden_size + 8 * config.intermediate_size + chunk_starts
+    logits = BYTES_PER_LOGIT * config.vocab_size
+    layers = config.num_hidden_layers
+    if checkpointing:
+        return tokens * (2 * config.hidden_size * layers + max(inside, logits))
+    return tokens * (inside * layers + logits)
+
+
+@dataclass
+class Plan:
+    """A run in numbers; printed as a table."""
+
+    model: str
+    sizes: Sizes
+    tokens: int
+    steps: int
+    batch: Batch
+    flops: Flops
+    state: int
+    gathered: int
+    activations: int
+    gpu: str | None
+    utilisation: float
+
+    @property
+    def training_flops(self) -> int:
+        return self.flops.total * self.steps * self.batch.tokens
+
+    @property
+    def days(self) -> float | None:
+        if self.gpu is None:
+            return None
+        speed = GPUS[self.gpu][0] * 1e12 * self.utilisation * self.batch.processes
+        return self.training_flops / speed / 86_400
+
+    def rows(self) -> dict[str, str]:
+        b, f, total = self.batch, self.flops, self.state + self.gathered + self.activations
+        rows = {
+            "model": self.model,
+            "parameters": f"{self.sizes.parameters:,} ({self.sizes.without_embeddings:,} without embeddings)",
+            "tokens": f"{self.tokens:,}",
+            "steps": f"{self.steps:,}",
+            "global batch": f"{b.rows} rows x {b.accumulation} accumulated x {b.processes} processes x {b.length:,} "
+            f"tokens = {b.tokens:,}",
+            "FLOPs per token": f"{f.total / 1e6:,.1f} M: {_share(f.products, f)} matrix products (6 N), "
+            f"{_share(f.memory, f)} memory, {_share(f.attention, f)} attention",
+            "FLOPs of the run": f"{self.training_flops:.2e}",
+            "memory per device": f"{_gb(total)} GB: {_gb(self.state)} weights, gradients and AdamW"
+            + (f" (FSDP2, sharded), {_gb(self.gathered)} gathered" if b.processes > 1 else "")
+            + f", about {_gb(self.activations)} activations (estimate)",
+        }
+        if self.gpu is not None:
+            peak, room = GPUS[self.gpu]
+            if total > room * 1e9:
+                rows["memory per device"] += f"; more than the {room} GB of a {self.gpu}: lower rows_per_device"
+            rows["time"] = (
+                f"{self.days:.2f} days ({24 * self.days:.1f} hours) on {b.processes} x {self.gpu} of {peak} TFLOP/s "
+                f"at an assumed utilisation of {self.utilisation:.0%}, which nobody has measured"
+            )
+        return rows
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        width = max(map(len, rows)) + 2
+        return "\n".join(f"{name:<{width}}{value}" for name, value in rows.items())
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.3g}"
+
+
+def _share(part: int, flops: Flops) -> str:
+    return f"{part / flops.total:.0%}"
+
+
+def make_plan(recipe: Recipe, processes: int) -> Plan:
+    """The plan of a recipe on so many processes."""
+    training, data, hardware = recipe.training, recipe.data, recipe.hardware
+    if hardware.gpu is not None and hardware.gpu not in GPUS:
+        raise ValueError(f"`hardware.gpu` must be one of {', '.join(GPUS)}, or null; got {hardware.gpu!r}")
+    batch = split_batch(training.batch_tokens, training.rows_per_device, processes, data.sequence_length)
+    model = empty_model(recipe.model_config())
+    sizes = count_parameters(model)
+    return Plan(
+        model=recipe.model.preset
+        or f"{recipe.model.family.capitalize()} {getattr(model.config, 'variant', '')}".strip(),
+        sizes=sizes,
+        tokens=training.tokens,
+        steps=math.ceil(training.tokens / batch.tokens),
+        batch=batch,
+        flops=training_flops(model, data.sequence_length, training.precision == "bf16"),
+        state=state_bytes(sizes, processes),
+        gathered=gathered_bytes(sizes, processes),
+        activations=activation_bytes(model.config, batch.rows * batch.length, training.gradient_checkpointing),
+        gpu=hardware.gpu,
+        utilisation=hardware.utilisation,
+    )
