@@ -29,7 +29,7 @@ from titans_hf.snapshots import read_note
 
 pytest.importorskip("gradio", reason="gradio is not installed")
 
-from titans_hf import studio as studio_module  # noqa: E402
+from titans_hf.cli import studio_page as studio_module  # noqa: E402
 from titans_hf.cli.studio_page import Studio, build, close_page, coloured, open_page, told  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:gradio")  # of pandas, about gradio

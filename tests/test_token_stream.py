@@ -11,10 +11,9 @@ from support import assert_close, every_variant, tiny_model
 datasets = pytest.importorskip("datasets", reason="datasets is not installed (pip install titans-hf[train])")
 pytest.importorskip("yaml", reason="pyyaml is not installed (pip install titans-hf[train])")
 
-
-import token_stream  # noqa: E402
 from datasets.distributed import split_dataset_by_node  # noqa: E402
 
+from titans_hf.train import token_stream  # noqa: E402
 from titans_hf.train.corpus import read_documents, train_tokenizer  # noqa: E402
 from titans_hf.train.recipe import DataSection  # noqa: E402
 

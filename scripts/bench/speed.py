@@ -107,7 +107,7 @@ def layer_memory(case: Case) -> list[dict]:
 def peak_memory(case: Case, name: str) -> float:
     """MiB that one forward and backward adds to a process."""
     code = (
-        f"import bench_speed as b; print(b.rise({name!r}, b.Case({case.tokens}, {case.expansion}, {case.heads}), "
+        f"import speed as b; print(b.rise({name!r}, b.Case({case.tokens}, {case.expansion}, {case.heads}), "
         f"{torch.get_num_threads()}))"
     )
     command = [sys.executable, "-c", code]
