@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from titans_hf import TitansCache, TitansConfig, TitansForCausalLM, TitansModel, memory_ops
 from titans_hf.cli.app import app
 from titans_hf.hub.describe import TORCH, TRITON
+from titans_hf.memory_rule import rule_of
 from titans_hf.snapshots import read_note
 
 CHAT_TEMPLATE = (
@@ -161,13 +162,12 @@ def test_info_names_the_kernels_that_would_run_and_why(tmp_path, fields, here, t
     assert (kernels["here"], kernels["on_a_gpu"], why in kernels["why_there"]) == (here, there, True)
     state = TitansForCausalLM(config).model.layers[0].mixer.memory.begin().state
     q = torch.zeros(1, 1, config.memory_num_heads, config.head_dim)
-    asked = (config.memory_implementation, state, q, config.memory_chunk_size)
+    asked = (config.memory_implementation, rule_of(config), state, q, config.memory_chunk_size)
     if here == "none":
         with pytest.raises(ValueError, match=why):
-            memory_ops._forms(*asked)
+            memory_ops.choose_form(*asked)
     else:
-        chosen = memory_ops._forms(*asked).scan_chunks
-        assert getattr(chosen, "func", chosen) in (memory_ops.scan_chunks, memory_ops.scan_towards)
+        assert memory_ops.choose_form(*asked) is memory_ops.TORCH
 
 
 def test_info_says_what_is_missing_for_the_kernels(home, monkeypatch):

@@ -1,4 +1,4 @@
-"""The written-out derivative of whole chunks is the derivative, exactly."""
+"""The hand-written backward of whole chunks is the derivative, exactly."""
 
 import weakref
 
@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from support import assert_close, memory_inputs
 from torch.autograd import gradcheck
 
-from titans_hf import memory_chunks, memory_ops
-from titans_hf.rows import where_rows
+from titans_hf import memory_chunks
+from titans_hf.memory_closed_form import read_chunk
+from titans_hf.memory_rule import Rule
+from titans_hf.memory_state import where_all
 
 
 def chunked(B=2, N=3, C=5, closed_gates=False, depth=2, expansion=2, seed=0):
@@ -20,15 +22,14 @@ def chunked(B=2, N=3, C=5, closed_gates=False, depth=2, expansion=2, seed=0):
     return [x.requires_grad_() for x in tokens], [x.requires_grad_() for x in (*state.weights, *state.momentum)]
 
 
-def by_autograd(max_surprise, chunks, weights, momentum, start, *tokens):
-    """Chunk after chunk by the definition; rows stop after their last chunk."""
+def by_autograd(rule, weights, momentum, start, tokens, chunks):
+    """Chunk after chunk by the closed form; rows stop after their last chunk."""
     outputs = []
     for n in range(tokens[0].shape[2]):
-        y, *after = memory_ops._chunk(weights, momentum, start, *(x[:, :, n] for x in tokens), max_surprise)
+        y, *after = read_chunk(rule, weights, momentum, start, *(x[:, :, n] for x in tokens))
         outputs.append(y)
         if chunks is not None:
-            pairs = zip(after, (weights, momentum), strict=True)
-            after = [tuple(map(where_rows, [n < chunks] * len(new), new, old)) for new, old in pairs]
+            after = [where_all(n < chunks, *pair) for pair in zip(after, (weights, momentum), strict=True)]
         weights, momentum = after
     return torch.stack(outputs, dim=2), weights, momentum
 
@@ -54,7 +55,7 @@ def test_outputs_states_and_gradients_equal_autograds(
     start = [torch.roll(W.detach(), 1, dims=2).requires_grad_() for W in starts[:depth]] if towards_start else None
     starts, found = [*starts, *(start or ())], []
     for scan in (memory_chunks.scan, by_autograd):
-        y, W, S = scan(cap, chunks, tuple(starts[:depth]), tuple(starts[depth : 2 * depth]), start, *tokens)
+        y, W, S = scan(Rule(cap), tuple(starts[:depth]), tuple(starts[depth : 2 * depth]), start, tokens, chunks)
         outputs = [torch.where(real[:, None, :, None, None], y, 0.0), *W, *S]
         g = torch.Generator().manual_seed(1)
         upstream = [torch.randn(x.shape, generator=g, dtype=x.dtype) for x in outputs]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from support import TOLERANCE, assert_close, memory_inputs
 
 from titans_hf import MemoryState, neural_memory
-from titans_hf.memory_ops import gradient_factors
+from titans_hf.memory_closed_form import gradient_factors
+from titans_hf.memory_rule import Rule
 
 
 def run(tokens, state, pieces, mask=None, **options):
@@ -75,8 +76,8 @@ def test_towards_its_start_a_memory_forgets_what_it_has_learned_since():
     momentum = list(state.momentum)
     for t in range(12):
         if t % 4 == 0:
-            line = tuple(own + L for own, L in zip(state.start, learned, strict=True))
-        inputs, errors = gradient_factors(line, k[:, :, t, None], v[:, :, t, None], None)
+            boundary = tuple(own + L for own, L in zip(state.start, learned, strict=True))
+        inputs, errors = gradient_factors(Rule(), boundary, k[:, :, t, None], v[:, :, t, None])
         step, keep_S, keep_L = (gate[:, :, t, None, None] for gate in (theta, eta, 1 - alpha))
         for i, (a, g) in enumerate(zip(inputs, errors, strict=True)):
             momentum[i] = keep_S * momentum[i] - step * (a.mT @ g)

@@ -31,7 +31,7 @@ def token_by_token(model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     for token in ids:
         if cache.layers[0].carry is None:  # the first token finds the memory as the persistent tokens left it
             model(token.view(1, 1), past_key_values=(first := TitansCache(model.config)))
-            before = [layer.log.base.current()[0] for layer in first.layers]
+            before = [layer.carry.log.base.current()[0] for layer in first.layers]
         model(token.view(1, 1), past_key_values=cache)
         after = [layer.carry.memory.current()[0] for layer in cache.layers]
         for memory, old, new in zip(memories, before, after, strict=True):

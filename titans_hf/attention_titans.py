@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .cache_titans import TitansCacheLayer
 from .carry_titans import LayerCarry
 from .configuration_titans import TitansConfig
-from .memory_ops import seen_through, state_dtype
+from .fast_paths import state_dtype, takes
 from .rows import PackedRows, on_host
 from .tails import Tail
 
@@ -30,7 +30,7 @@ class Rows:
             stands behind a row's last token changes nothing before it, so without a cache it need not be told apart.
         width: token columns of this pass.
         keep: whether a cache takes over the state after this pass.
-        spare: tokens that tails keep beyond what the next token needs (for `crop`).
+        spare: tokens that tails keep beyond what the next token needs (for `crop`); 0 where nothing is rewound.
         fresh: which rows have read nothing: True, False, or [B] where rows differ.
         reach: the most tokens that any row may have read before.
         packed: where the tokens of the pass stood in the input, if not side by side.
@@ -72,6 +72,10 @@ class Rows:
     @property
     def batch_size(self) -> int:
         return self.seen.shape[0]
+
+    def seen_after(self) -> Tensor:
+        """[B] real tokens each row has read after this pass."""
+        return self.seen + (self.width if self.lengths is None else self.lengths)
 
     def on(self, device: torch.device) -> "Rows":
         """The same rows on another device, for layers that a device map has put there."""
@@ -259,7 +263,7 @@ class SlidingAttention(TitansAttention):
             k, v = (x[:, keys.size - past :] for x in (k, v))
         if self.config._attn_implementation == "flash_attention_2":
             out, weights = self._flash(q, k, v, past, rows, rotary)
-        elif x.shape[1] == 1 and not output_attentions and not torch.is_grad_enabled() and not seen_through():
+        elif not output_attentions and takes("query", x.shape[1]):
             out, weights = self._one_token(q, k, v, prefix, past, rows, rotary)
         elif output_attentions or x.shape[1] <= self.config.sliding_window:
             shown = {"packed": rows.packed} if output_attentions and rows.packed is not None else {}

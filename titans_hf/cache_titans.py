@@ -16,104 +16,83 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from .carry_titans import LOG_COLUMNS, LOG_LIMIT, PADDING, REWIND, WRITTEN, LayerCarry, RewindLog, Step
+from .carry_titans import LOG_COLUMNS, REWIND, LayerCarry, log_of_first_version
+from .configuration_titans import READING, SHAPE
 from .snapshots import difference, fingerprint, read_snapshot, write_snapshot
 
-# Fields that give a cache its shape and meaning; a cache filled under one value cannot be read under another.
-GEOMETRY = (
-    "variant",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "segment_size",
-    "sliding_window",
-    "num_persistent_tokens",
-    "memory_num_heads",
-    "memory_depth",
-    "memory_expansion",
-    "memory_chunk_size",
-    "memory_max_surprise",
-    "memory_conv",
-    "memory_conv_width",
-)
+REFUSED = (*SHAPE, *READING)  # a cache filled under one value of these fields cannot be read under another
 
-# All fields that change what a model makes of what it reads; a snapshot is loaded only where they are the same.
-READING = (
-    *GEOMETRY,
-    "hidden_size",
-    "intermediate_size",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-    "memory_theta_max",
-    "memory_eta_max",
-    "memory_momentum",
-    "memory_forget",
-    "memory_forget_to",
-    "memory_gates",
-)
+
+def identity(config: PreTrainedConfig) -> dict:
+    """The fields that a cache depends on, with their values."""
+    scaled = () if config.rope_parameters["rope_type"] == "default" else ("max_position_embeddings",)
+    return {name: getattr(config, name) for name in (*REFUSED, *scaled)}
 
 
 class TitansCacheLayer(CacheLayerMixin):
-    """One block's cache. `DynamicCache(config=...)`, `generate` and `TitansCache` build it by its layer type."""
+    """One block's cache. `DynamicCache(config=...)`, `generate` and `TitansCache` build it by its layer type.
+
+    Args:
+        rewind: whether `crop` can remove the last tokens. It costs a second memory and a log of the last tokens.
+    """
 
     _layer_type = "titans"
     is_sliding = False
     is_croppable = True
     supports_early_init = False
-    spare = REWIND  # tokens a tail keeps beyond what the next token needs
 
-    def __init__(self, **kwargs):
+    def __init__(self, rewind: bool = True, **kwargs):
         super().__init__()
+        self.spare = REWIND if rewind and self.is_croppable else 0  # tokens that tails keep beyond what is needed
+        self.config: PreTrainedConfig | None = None
+        self.bound: dict | None = None
+        self._empty()
+
+    def _empty(self) -> None:
         self.carry: LayerCarry | None = None
         self.seen: Tensor | None = None  # [B] real tokens read
         self.columns = 0  # token columns read, padding included
         self.recent: Tensor | None = None  # [B, REWIND] bool: which of the last columns were real
         self.rewindable = 0
-        self.log: RewindLog | None = None
-        self.geometry: dict | None = None
 
     # What the model calls
 
-    def bind(self, config: PreTrainedConfig) -> None:
-        """Remember, or check, the configuration this cache belongs to."""
-        geometry = {name: getattr(config, name) for name in GEOMETRY}
-        if self.geometry is None:
-            self.geometry = geometry
-        if self.log is None and self.is_croppable:
-            self.log = RewindLog(config)
-        for name, value in geometry.items():
-            if self.geometry[name] != value:
-                raise ValueError(
-                    f"`past_key_values` was made for a model with `{name}={self.geometry[name]!r}`, this model has "
-                    f"{value!r}: start with a fresh TitansCache(model.config)"
-                )
-
-    def store(self, step: Step, carry: LayerCarry) -> None:
-        """Take over the state after one pass."""
-        self.carry = carry.settled()
-        self.seen = step.seen_after()
-        if step.width > LOG_LIMIT:
-            self.log.restart(self.carry, self.seen)
+    def bind(self, config: PreTrainedConfig, fields: dict) -> None:
+        """Remember, or check, the configuration this cache belongs to: `fields` are its `identity`."""
+        if self.bound is None:
+            self.config, self.bound = config, fields
+        if self.bound == fields:
             return
-        if self.log.base is None:
-            self.log.restart(step.before.settled(), step.seen)
-        elif step.fresh is not False:
-            self.log.rows_restart(step.seen == 0, step.before)
-        self.log.append(step.written, step.lengths, step.read_only)
+        name = next(name for name in fields if self.bound[name] != fields[name])
+        raise ValueError(
+            f"`past_key_values` was made for a model with `{name}={self.bound[name]!r}`, this model has "
+            f"{fields[name]!r}: start with a fresh TitansCache(model.config)"
+        )
+
+    def store(self, carry: LayerCarry, seen: Tensor) -> None:
+        """Take over the state after one pass, and how many tokens [B] each row has read by then."""
+        self.carry, self.seen = carry.settled(), seen
 
     def advance(self, mask: Tensor | None, width: int) -> None:
         """Count the token columns of one forward; `mask` [B, width] says which were real, None means all."""
+        self.columns += width
+        if not self.spare:
+            return
         B, device = self.seen.shape[0], self.seen.device
         if mask is None:
             mask = torch.ones(B, min(width, REWIND), dtype=torch.bool, device=device)
         if self.recent is None:
             self.recent = torch.zeros(B, REWIND, dtype=torch.bool, device=device)
         self.recent = torch.cat((self.recent, mask), dim=1)[:, -REWIND:].clone()
-        self.columns += width
         # An empty log: all was read in one long pass, and there is no state to go back to.
-        self.rewindable = min(REWIND, self.rewindable + width) if self.log.cursor else 0
+        self.rewindable = min(REWIND, self.rewindable + width) if self.carry.log.columns else 0
+
+    def take_memory_of(self, other: "TitansCacheLayer") -> None:
+        """Take over the memory of another layer and keep all else. What was read before cannot be cropped any more."""
+        own = replace(self.carry.own, state=other.carry.memory.map(torch.clone))
+        self.carry = replace(self.carry, own=own, segment_weights=other.carry.segment_weights)
+        if self.spare:
+            self.carry, self.rewindable = self.carry.restarting(self.seen), 0
 
     # What transformers calls
 
@@ -145,18 +124,17 @@ class TitansCacheLayer(CacheLayerMixin):
         if self.carry is None:
             return []
         counters = [x for x in (self.seen, self.recent) if x is not None]
-        return [*self.carry.tensors(), *counters, *(self.log.tensors() if self.log else [])]
+        return [*self.carry.tensors(), *counters]
 
     def named(self) -> dict[str, Tensor]:
-        """Every tensor of the layer by its name."""
-        log = {f"log.{name}": x for name, x in self.log.named().items()}
-        return {"seen": self.seen, "recent": self.recent, **self.carry.named(), **log}
+        """Every tensor of the layer by its name in a snapshot."""
+        recent = {} if self.recent is None else {"recent": self.recent}
+        return {"seen": self.seen, **recent, **self.carry.named()}
 
-    def fill(self, named: dict[str, Tensor], columns: int, rewindable: int, cursor: int) -> None:
+    def fill(self, named: dict[str, Tensor], columns: int, rewindable: int, log_columns: int) -> None:
         """Take over what another layer of the same form held."""
-        self.seen, self.recent, self.columns, self.rewindable = named["seen"], named["recent"], columns, rewindable
-        self.carry = self.carry.filled(named)
-        self.log.fill({name.removeprefix("log."): x for name, x in named.items() if name.startswith("log.")}, cursor)
+        self.seen, self.recent, self.columns, self.rewindable = named["seen"], named.get("recent"), columns, rewindable
+        self.carry = self.carry.filled(named, log_columns)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a batch operation to every tensor of the layer."""
@@ -166,8 +144,6 @@ class TitansCacheLayer(CacheLayerMixin):
         self.seen = fn(self.seen)
         if self.recent is not None:
             self.recent = fn(self.recent)
-        if self.log is not None:
-            self.log.map(fn)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -180,9 +156,7 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Back to before the first token: the next forward starts from the learned memory, prologue included."""
-        geometry = self.geometry
-        self.__init__()
-        self.geometry = geometry
+        self._empty()
 
     def offload(self) -> None:
         raise ValueError("offloading is not supported: a Titans cache is small and is read whole at every token")
@@ -211,35 +185,17 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def _take_back(self, removed: Tensor) -> None:
         """Forget each row's last `removed` [B] real tokens."""
-        self._rewind_memory(removed)
-        self.carry.tails = {name: tail.without_last(removed).settled() for name, tail in self.carry.tails.items()}
+        self.carry = self.carry.without_last(removed, self.seen, self.config)
         self.seen = self.seen - removed
 
     def check_crop(self, removed_columns: int) -> None:
+        if not self.spare:
+            raise ValueError("this cache was made with `rewind=False` and cannot be cropped; use TitansCache(config)")
         if removed_columns > self.rewindable:
             raise ValueError(
                 f"cannot crop {removed_columns} tokens: this cache can go back {self.rewindable} of its {self.columns} "
                 f"tokens (at most {REWIND}). Keep a `clone()` to go back further."
             )
-
-    def _rewind_memory(self, removed: Tensor) -> None:
-        log, memory = self.log, self.carry.memory
-        from_end = (log.kind > PADDING).flip(1).cumsum(1).flip(1)  # tokens of the row from this column on
-        dropped = (log.kind > PADDING) & (from_end <= removed[:, None])
-        unwritten = (dropped & (log.kind == WRITTEN)).sum(1)
-        log.kind = log.kind.masked_fill(dropped, PADDING)
-        if bool((unwritten <= memory.length).all()) and self._same_segment(removed):
-            self.carry.memory = replace(memory, length=memory.length - unwritten)
-        else:
-            self.carry.memory, self.carry.segment_weights = log.replay(log.kind)
-        occupied = (log.kind > PADDING).any(0).nonzero()
-        log.cursor = int(occupied[-1]) + 1 if len(occupied) else 0
-
-    def _same_segment(self, removed: Tensor) -> bool:
-        if self.carry.segment_weights is None:
-            return True
-        C = self.log.config.segment_size
-        return bool((self.seen // C == (self.seen - removed) // C).all())
 
 
 class TitansStaticCacheLayer(TitansCacheLayer):
@@ -248,15 +204,17 @@ class TitansStaticCacheLayer(TitansCacheLayer):
     _layer_type = None
     is_croppable = False
     is_compileable = True
-    spare = 0
 
     def __init__(self, max_cache_len: int | None = None, **kwargs):
         super().__init__()
         self.max_cache_len = max_cache_len
+
+    def _empty(self) -> None:
+        super()._empty()
         self.columns = torch.zeros((), dtype=torch.long)
 
-    def store(self, step: Step, carry: LayerCarry) -> None:
-        seen, carry = step.seen_after(), carry.without_room()
+    def store(self, carry: LayerCarry, seen: Tensor) -> None:
+        carry = carry.without_room()
         if self.carry is None:
             self.carry, self.seen = carry.map(Tensor.clone), seen
             self.columns = self.columns.to(seen.device)
@@ -272,11 +230,6 @@ class TitansStaticCacheLayer(TitansCacheLayer):
 
     def get_max_length(self) -> int:
         return -1 if self.max_cache_len is None else self.max_cache_len
-
-    def reset(self) -> None:
-        geometry, length = self.geometry, self.max_cache_len
-        self.__init__(length)
-        self.geometry = geometry
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError("a static Titans cache cannot be cropped; use the default cache")
@@ -295,14 +248,17 @@ class TitansCache(DynamicCache):
 
     The mask tells `generate` that the cache holds tokens which are not in `question`; without it, it expects the ids of
     the whole conversation.
+
+    Args:
+        rewind: whether `crop` can remove the last tokens, up to 64. Without it a cache is about half as large.
     """
 
-    def __init__(self, config: PreTrainedConfig):
+    def __init__(self, config: PreTrainedConfig, rewind: bool = True):
         if getattr(config, "model_type", None) != "titans":
             raise ValueError(f"`config` must be a TitansConfig, got {type(config).__name__}")
-        Cache.__init__(self, layers=[TitansCacheLayer() for _ in range(config.num_hidden_layers)])
+        Cache.__init__(self, layers=[TitansCacheLayer(rewind) for _ in range(config.num_hidden_layers)])
         for layer in self.layers:
-            layer.bind(config)
+            layer.bind(config, identity(config))
         self.reader: weakref.ref | None = None  # the model that filled it
 
     def __getstate__(self) -> dict:
@@ -320,8 +276,9 @@ class TitansCache(DynamicCache):
         if model is None:
             raise ValueError("the model that filled this cache is gone: pass it, `cache.save(path, model)`")
         first = self.layers[0]
-        state = {"columns": first.columns, "rewindable": first.rewindable, "cursor": first.log.cursor}
-        write_snapshot(path, self._named(), state, *fingerprint(model, READING), note=note)
+        log_columns = 0 if first.carry.log is None else first.carry.log.columns
+        state = {"columns": first.columns, "rewindable": first.rewindable, "log_columns": log_columns}
+        write_snapshot(path, self._named(), state, *fingerprint(model, REFUSED), note=note)
 
     @classmethod
     def load(cls, path: str | os.PathLike, model: nn.Module) -> "TitansCache":
@@ -330,26 +287,24 @@ class TitansCache(DynamicCache):
         A file of another model, of another version, or damaged, is refused with a `ValueError` that says why.
         """
         tensors, facts = read_snapshot(path)
-        for what, ours in zip(("config", "weights"), fingerprint(model, READING), strict=True):
+        for what, ours in zip(("config", "weights"), fingerprint(model, REFUSED), strict=True):
             if facts[what] != ours:
                 raise ValueError(
                     f"{os.fspath(path)!r} was made by another model: {difference(what, facts[what], ours)}"
                 )
-        cache = cls._like(model)
-        expected = cache._named()
-        _check_snapshot(path, tensors, expected, facts["state"])
+        cache = cls._like(model, rewind=any(".log." in name for name in tensors))
+        tensors, state = _upgraded(path, tensors, facts["state"], model.config.num_hidden_layers)
+        _check_snapshot(path, tensors, cache._named(), state)
         for index, layer in enumerate(cache.layers):
-            prefix = f"layers.{index}."
-            named = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
             device = layer.seen.device
-            layer.fill({name: x.to(device) for name, x in named.items()}, **facts["state"])
+            layer.fill({name: x.to(device) for name, x in _of_layer(tensors, index).items()}, **state)
         return cache
 
     @classmethod
     @torch.no_grad()
-    def _like(cls, model: nn.Module) -> "TitansCache":
+    def _like(cls, model: nn.Module, rewind: bool) -> "TitansCache":
         """A cache of this model's that has read one token: its tensors say what a snapshot must hold."""
-        cache, modes = cls(model.config), {module: module.training for module in model.modules()}
+        cache, modes = cls(model.config, rewind), {module: module.training for module in model.modules()}
         try:
             model.eval()
             model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
@@ -388,6 +343,25 @@ class TitansCache(DynamicCache):
         return sum(x.nbytes for layer in self.layers for x in layer.tensors())
 
 
+def _of_layer(tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+    """The tensors of one layer of a snapshot, by their names in the layer."""
+    prefix = f"layers.{index}."
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+
+
+def _upgraded(path, tensors: dict[str, Tensor], state: dict, layers: int) -> tuple[dict[str, Tensor], dict]:
+    """Tensors and counters of a snapshot under today's names; those of the first version had another log."""
+    if "cursor" not in state:
+        return tensors, state
+    try:
+        found = [log_of_first_version(_of_layer(tensors, index)) for index in range(layers)]
+    except (KeyError, RuntimeError) as error:
+        raise ValueError(f"{os.fspath(path)!r} is damaged: its log cannot be read ({error})") from error
+    tensors = {f"layers.{index}.{name}": x for index, named in enumerate(found) for name, x in named.items()}
+    counters = {name: x for name, x in state.items() if name != "cursor"}
+    return tensors, {**counters, "log_columns": int(tensors["layers.0.log.count"].max())}
+
+
 def _check_snapshot(path, tensors: dict[str, Tensor], expected: dict[str, Tensor], state: dict) -> None:
     """Refuse a file whose tensors or numbers no cache of the model could hold."""
 
@@ -405,13 +379,13 @@ def _check_snapshot(path, tensors: dict[str, Tensor], expected: dict[str, Tensor
             refuse(f"{name!r} holds numbers that are not finite")
     for name, x in tensors.items():
         slots = torch.inf
-        if name.endswith(".kind"):
-            slots = WRITTEN + 1
+        if name.endswith(".log.count"):
+            slots = LOG_COLUMNS + 1
         elif name.endswith(".length"):
             slots = tensors[name.replace(".length", ".gates.0")].shape[-1]
         if not x.is_floating_point() and not bool(((x >= 0) & (x < slots)).all()):
             refuse(f"{name!r} is out of range")
-    limits = {"columns": 2**62, "rewindable": REWIND, "cursor": LOG_COLUMNS}
+    limits = {"columns": 2**62, "rewindable": REWIND, "log_columns": LOG_COLUMNS}
     if state.keys() != limits.keys():
         refuse("its counters are not a cache's")
     for name, limit in limits.items():
@@ -424,9 +398,6 @@ def _check_snapshot(path, tensors: dict[str, Tensor], expected: dict[str, Tensor
 def _copy_layer(layer: TitansCacheLayer) -> TitansCacheLayer:
     twin = layer.__class__.__new__(layer.__class__)
     twin.__dict__.update(layer.__dict__)
-    if layer.log is not None:
-        twin.log = RewindLog.__new__(RewindLog)
-        twin.log.__dict__.update(layer.log.__dict__)
     if isinstance(layer.columns, Tensor):
         twin.columns = layer.columns.clone()
     twin.map(Tensor.clone)
@@ -471,15 +442,16 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int, dtype: 
             "`past_key_values` cannot hold a Titans memory: pass a TitansCache(model.config), or "
             "DynamicCache(config=model.config) / StaticCache(config=model.config, ...)"
         )
+    fields = identity(config)
     for layer in cache.layers:
-        layer.bind(config)
+        layer.bind(config, fields)
         if layer.carry is not None and layer.batch_size != batch_size:
             raise ValueError(
                 f"`past_key_values` holds {layer.batch_size} rows, but the input has {batch_size}: use a cache per "
                 "batch, or `batch_select_indices` / `batch_repeat_interleave` it to fit"
             )
-        if layer.carry is not None and layer.carry.tails["conv"].buffer.dtype != dtype:
+        if layer.carry is not None and layer.carry.own.tail.buffer.dtype != dtype:
             raise ValueError(
-                f"`past_key_values` holds {layer.carry.tails['conv'].buffer.dtype}, but the model computes in {dtype}: "
+                f"`past_key_values` holds {layer.carry.own.tail.buffer.dtype}, but the model computes in {dtype}: "
                 "start with a fresh TitansCache(model.config)"
             )

@@ -1,27 +1,153 @@
-"""What a block carries from call to call, and how its memory is taken back.
+"""What a block carries from call to call, and how its memory is rewound.
 
-To be cropped, a layer also keeps an older memory state and the tokens written since (at most `LOG_COLUMNS`), from which
-the state at any of the last `REWIND` tokens is computed again.
+To be cropped, a block also keeps an older memory state and the tokens written since (`RewindLog`), from which the state
+at any of the last `REWIND` tokens is computed again.
 
 Axis letters: B batch, H memory heads, D head width.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .memory_layer import Written
-from .memory_ops import MemoryState, neural_memory
+from .memory_layer import MemoryCarry, Written
+from .memory_ops import neural_memory
+from .memory_rule import rule_of
+from .memory_state import MemoryState, where_all
 from .rows import compact, take, where_rows
 from .tails import Tail
 
 REWIND = 64  # tokens that `crop` can remove
 LOG_LIMIT = 2 * REWIND  # token columns that one pass may add to the log
 LOG_COLUMNS = REWIND + LOG_LIMIT
-PADDING, SEEN, WRITTEN = 0, 1, 2  # what a row holds in a column of the log
+
+
+@dataclass
+class RewindLog:
+    """An older state of the memory and the tokens since, to compute the states in between again.
+
+    A log is never changed: `append` and `without_last` return another one. Its tensors are detached, so gradients do
+    not pass through a rewind.
+
+    Attributes:
+        base: the older state, always with its open-chunk fields.
+        segment: MAC's memory at the start of the segment that was open then; None in the other variants.
+        seen: [B] tokens each row had read by then.
+        tokens: [B, LOG_COLUMNS, H, 2 D + 4], the newest last: key, value, theta, eta, alpha, and whether the token was
+            written (1) or only read with (0).
+        count: [B] tokens of each row since `base`.
+        columns: the most tokens that any row may have since `base`.
+    """
+
+    base: MemoryState
+    segment: tuple[Tensor, ...] | None
+    seen: Tensor
+    tokens: Tail
+    count: Tensor
+    columns: int = 0
+
+    @classmethod
+    @torch.no_grad()
+    def starting(cls, memory: MemoryState, segment: tuple[Tensor, ...] | None, seen: Tensor) -> "RewindLog":
+        """An empty log: rewinding begins at the given memory."""
+        B, H, D = memory.weights[0].shape[:3]
+        tokens = memory.weights[0].new_zeros(B, LOG_COLUMNS, H, 2 * D + 4)
+        segment = None if segment is None else tuple(map(Tensor.clone, segment))
+        return cls(memory.map(Tensor.clone), segment, seen.clone(), Tail(tokens), torch.zeros_like(seen))
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "RewindLog":
+        """Apply a batch operation to every tensor."""
+        segment = None if self.segment is None else tuple(map(fn, self.segment))
+        return RewindLog(self.base.map(fn), segment, fn(self.seen), self.tokens.map(fn), fn(self.count), self.columns)
+
+    def select(self, rows: Tensor, other: "RewindLog") -> "RewindLog":
+        """Rows of this log where `rows` [B] is True, rows of `other` elsewhere."""
+        return RewindLog(
+            self.base.select(rows, other.base),
+            None if self.segment is None else where_all(rows, self.segment, other.segment),
+            where_rows(rows, self.seen, other.seen),
+            self.tokens.select(rows, other.tokens),
+            where_rows(rows, self.count, other.count),
+            max(self.columns, other.columns),
+        )
+
+    def settled(self) -> "RewindLog":
+        """The same log in tensors that hold nothing else."""
+        return replace(self, tokens=self.tokens.settled())
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.base.tensors(), *(self.segment or ()), self.seen, self.tokens.buffer, self.count]
+
+    def named(self) -> dict[str, Tensor]:
+        """Every tensor by its name in a snapshot."""
+        own = {"base_seen": self.seen, "tokens": self.tokens.values, "count": self.count}
+        return {**_named_state("base", self.base), **_numbered("base_segment", self.segment), **own}
+
+    def filled(self, named: dict[str, Tensor], columns: int) -> "RewindLog":
+        """A log of the same form with the tensors of a snapshot."""
+        base, segment = _filled_state("base", self.base, named), _filled("base_segment", self.segment, named)
+        return RewindLog(base, segment, named["base_seen"], Tail(named["tokens"]).settled(), named["count"], columns)
+
+    @torch.no_grad()
+    def append(self, written: Written, lengths: Tensor | None, read_only: bool, config) -> "RewindLog":
+        """The log after the tokens of one pass, at most `LOG_LIMIT`."""
+        T = written.k.shape[1]
+        log = self if self.columns + T <= LOG_COLUMNS else self._moved_on(config)
+        flag = written.k.new_full((*written.k.shape[:3], 1), float(not read_only))
+        new = torch.cat((written.k, written.v, written.gates.transpose(2, 3), flag), dim=-1)
+        _, tokens = log.tokens.go_on(new.detach(), lengths)
+        count = log.count + (T if lengths is None else lengths)
+        return replace(log, tokens=tokens, count=count, columns=log.columns + T)
+
+    def without_last(self, removed: Tensor) -> "RewindLog":
+        """The log without each row's last `removed` [B] tokens."""
+        return replace(self, tokens=self.tokens.without_last(removed).settled(), count=self.count - removed)
+
+    def written_among_last(self, removed: Tensor) -> Tensor:
+        """[B] how many of each row's last `removed` [B] tokens were written."""
+        age = torch.arange(LOG_COLUMNS, 0, -1, device=removed.device)  # 1: the newest
+        return ((age <= removed[:, None]) & self._written()).sum(1)
+
+    def _written(self) -> Tensor:
+        return self.tokens.values[:, :, 0, -1] > 0  # [B, LOG_COLUMNS]
+
+    def _moved_on(self, config: PreTrainedConfig) -> "RewindLog":
+        """The log whose base has moved forward until the last `REWIND` tokens of every row remain."""
+        passed = (self.count - REWIND).clamp(min=0)
+        base, segment = self.replay(passed, config)
+        return replace(
+            self, base=base, segment=segment, seen=self.seen + passed, count=self.count - passed, columns=REWIND
+        )
+
+    @torch.no_grad()
+    def replay(self, count: Tensor, config: PreTrainedConfig) -> tuple[MemoryState, tuple[Tensor, ...] | None]:
+        """The memory after the base and the first `count` [B] tokens since, and MAC's memory at its segment's start."""
+        state = self._write(count, config)
+        if self.segment is None:
+            return state, None
+        until_segment = (self.seen + count) // config.segment_size * config.segment_size - self.seen  # [B]
+        inside = until_segment > 0
+        if not bool(inside.any()):
+            return state, self.segment
+        weights, _ = self._write(until_segment, config).current()
+        return state, where_all(inside, weights, self.segment)
+
+    def _write(self, count: Tensor, config: PreTrainedConfig) -> MemoryState:
+        """The base with the first `count` [B] tokens since, of those that were written."""
+        rank = torch.arange(LOG_COLUMNS, device=count.device) - (LOG_COLUMNS - self.count[:, None])
+        mask = (rank >= 0) & (rank < count[:, None]) & self._written()
+        if not bool(mask.any()):
+            return self.base
+        D, used = self.base.weights[0].shape[2], slice(LOG_COLUMNS - self.columns, None)
+        k, v, gates, _ = self.tokens.values[:, used].split((D, D, 3, 1), dim=-1)
+        chunk = config.memory_chunk_size
+        _, state = neural_memory(
+            k, k, v, *gates.unbind(-1), self.base, chunk_size=chunk, rule=rule_of(config), mask=mask[:, used]
+        )
+        return state.opened(chunk)
 
 
 @dataclass
@@ -29,73 +155,121 @@ class LayerCarry:
     """Everything one block carries from call to call; every tensor has the batch first.
 
     Attributes:
-        memory: weights, momentum and the open chunk, always with its open-chunk fields.
-        tails: inputs of the convolution, keys and values of the window or the segment, and in the last layer the
-            model's outputs.
+        own: the memory's state, always with its open-chunk fields, and the tail of its convolution.
+        tails: keys and values of the window or the segment, and in MAC the inputs of the retrieval's convolution.
         fixed: tensors that no token changes: attention's prefix.
         segment_weights: MAC's memory at the start of the open segment.
+        log: what rewinding needs; None in a cache that cannot be cropped.
+        outputs: in the last layer, the model's last outputs.
     """
 
-    memory: MemoryState
+    own: MemoryCarry
     tails: dict[str, Tail] = field(default_factory=dict)
     fixed: dict[str, Tensor] = field(default_factory=dict)
     segment_weights: tuple[Tensor, ...] | None = None
+    log: RewindLog | None = None
+    outputs: Tail | None = None
+
+    @property
+    def memory(self) -> MemoryState:
+        return self.own.state
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "LayerCarry":
         """Apply a batch operation to every tensor."""
-        return self._map(lambda memory: memory.map(fn), lambda tail: tail.map(fn), fn)
+        return self._map(lambda part: part.map(fn), lambda part: part.map(fn), fn)
 
     def settled(self) -> "LayerCarry":
         """The same carry in tensors that hold nothing else."""
-        return self._map(lambda memory: memory.settled(), lambda tail: tail.settled(), compact)
+        return self._map(lambda memory: memory.compact(), lambda part: part.settled(), compact)
 
     def without_room(self) -> "LayerCarry":
-        """The same carry, its tails without room to go on."""
+        """The same carry, its tails without room to grow."""
         return self._map(lambda memory: memory, lambda tail: Tail(tail.values), lambda x: x)
 
-    def _map(self, memory: Callable, tail: Callable, fn: Callable) -> "LayerCarry":
+    def _map(self, state: Callable, tail: Callable, fn: Callable) -> "LayerCarry":
         return LayerCarry(
-            memory(self.memory),
+            MemoryCarry(state(self.own.state), tail(self.own.tail)),
             {name: tail(x) for name, x in self.tails.items()},
             {name: fn(x) for name, x in self.fixed.items()},
             None if self.segment_weights is None else tuple(map(fn, self.segment_weights)),
+            None if self.log is None else tail(self.log),
+            None if self.outputs is None else tail(self.outputs),
+        )
+
+    def select(self, rows: Tensor, other: "LayerCarry") -> "LayerCarry":
+        """Rows of this carry where `rows` [B] is True, rows of `other` elsewhere; the outputs are all of `other`."""
+        segment = self.segment_weights
+        return LayerCarry(
+            MemoryCarry(self.memory.select(rows, other.memory), self.own.tail.select(rows, other.own.tail)),
+            {name: tail.select(rows, other.tails[name]) for name, tail in self.tails.items()},
+            {name: where_rows(rows, x, other.fixed[name]) for name, x in self.fixed.items()},
+            None if segment is None else where_all(rows, segment, other.segment_weights),
+            None if self.log is None else self.log.select(rows, other.log),
+            other.outputs,
         )
 
     def named(self) -> dict[str, Tensor]:
-        """Every tensor by its name, tails without their room."""
-        tails = {f"tails.{name}": tail.values for name, tail in self.tails.items()}
+        """Every tensor by its name in a snapshot, tails without their room."""
+        tails = {f"tails.{name}": tail.values for name, tail in self._all_tails().items()}
         fixed = {f"fixed.{name}": x for name, x in self.fixed.items()}
+        log = {} if self.log is None else {f"log.{name}": x for name, x in self.log.named().items()}
         segment = _numbered("segment_weights", self.segment_weights)
-        return {**_named_state("memory", self.memory), **tails, **fixed, **segment}
+        return {**_named_state("memory", self.memory), **tails, **fixed, **segment, **log}
 
-    def filled(self, named: dict[str, Tensor]) -> "LayerCarry":
-        """A carry of the same form with other tensors."""
+    def _all_tails(self) -> dict[str, Tail]:
+        """Every tail by its name in a snapshot."""
+        outputs = {} if self.outputs is None else {"output": self.outputs}
+        return {"conv": self.own.tail, **self.tails, **outputs}
+
+    def filled(self, named: dict[str, Tensor], columns: int) -> "LayerCarry":
+        """A carry of the same form with the tensors of a snapshot; `columns` are those of its log."""
+        log = {name.removeprefix("log."): x for name, x in named.items() if name.startswith("log.")}
+        tails = {name: Tail(named[f"tails.{name}"]).settled() for name in self._all_tails()}
         return LayerCarry(
-            _filled_state("memory", self.memory, named),
-            {name: Tail(named[f"tails.{name}"]).settled() for name in self.tails},
+            MemoryCarry(_filled_state("memory", self.memory, named), tails["conv"]),
+            {name: tails[name] for name in self.tails},
             {name: named[f"fixed.{name}"] for name in self.fixed},
             _filled("segment_weights", self.segment_weights, named),
+            self.log.filled(log, columns) if log else None,
+            tails.get("output"),
         )
-
-    def without(self, name: str) -> "LayerCarry":
-        """The same carry without one of its tails."""
-        tails = {key: tail for key, tail in self.tails.items() if key != name}
-        return LayerCarry(self.memory, tails, self.fixed, self.segment_weights)
 
     def tensors(self) -> list[Tensor]:
-        tails = [tail.buffer for tail in self.tails.values()]
-        return [*self.memory.tensors(), *tails, *self.fixed.values(), *(self.segment_weights or ())]
+        tails = [tail.buffer for tail in self._all_tails().values()]
+        log = [] if self.log is None else self.log.tensors()
+        return [*self.memory.tensors(), *tails, *self.fixed.values(), *(self.segment_weights or ()), *log]
 
-    def select(self, rows: Tensor, other: "LayerCarry") -> "LayerCarry":
-        """Rows of this carry where `rows` [B] is True, rows of `other` elsewhere."""
-        pick = lambda x, y: where_rows(rows, x, y)  # noqa: E731
-        segment = self.segment_weights
-        return LayerCarry(
-            self.memory.select(rows, other.memory),
-            {name: tail.select(rows, other.tails[name]) for name, tail in self.tails.items()},
-            {name: pick(x, other.fixed[name]) for name, x in self.fixed.items()},
-            None if segment is None else tuple(map(pick, segment, other.segment_weights)),
-        )
+    def noting(self, written: Written, lengths: Tensor | None, read_only: bool, config) -> "LayerCarry":
+        """The carry whose log has the tokens of this pass; a log that is not kept notes nothing."""
+        if self.log is None:
+            return self
+        return replace(self, log=self.log.append(written, lengths, read_only, config))
+
+    def restarting(self, seen: Tensor) -> "LayerCarry":
+        """The carry whose log starts here, at `seen` [B] tokens."""
+        return replace(self, log=RewindLog.starting(self.memory, self.segment_weights, seen))
+
+    @torch.no_grad()
+    def without_last(self, removed: Tensor, seen: Tensor, config: PreTrainedConfig) -> "LayerCarry":
+        """The carry before each row's last `removed` [B] real tokens, when it had read `seen` [B]."""
+        shorten = lambda tail: tail.without_last(removed).settled()  # noqa: E731
+        unwritten, log = self.log.written_among_last(removed), self.log.without_last(removed)
+        memory, segment = self.memory, self.segment_weights
+        same_segment = segment is None or bool(_same_cell(seen, seen - removed, config.segment_size))
+        if same_segment and bool((unwritten <= memory.length).all()):
+            memory = replace(memory, length=memory.length - unwritten)
+        else:
+            memory, segment = log.replay(log.count, config)
+        tails = {name: shorten(tail) for name, tail in self.tails.items()}
+        outputs = None if self.outputs is None else shorten(self.outputs)
+        return LayerCarry(MemoryCarry(memory, shorten(self.own.tail)), tails, self.fixed, segment, log, outputs)
+
+
+def _same_cell(x: Tensor, y: Tensor, period: int) -> Tensor:
+    return (x // period == y // period).all()
+
+
+# Names in a snapshot
 
 
 def _numbered(name: str, xs: tuple[Tensor, ...] | None) -> dict[str, Tensor]:
@@ -121,157 +295,11 @@ def _filled_state(name: str, state: MemoryState, named: dict[str, Tensor]) -> Me
     return MemoryState(**parts, length=named[f"{name}.length"])
 
 
-@dataclass
-class Step:
-    """One pass through a block, as its cache sees it.
-
-    Attributes:
-        seen: [B] real tokens each row had read before.
-        lengths: [B] real tokens of the pass, at the front of each row; None means all of `width`.
-        fresh: which rows had read nothing: True, False, or [B].
-        before: the carry the pass started from.
-        written: its tokens as the memory saw them.
-        read_only: whether they were only read with, not written.
-    """
-
-    seen: Tensor
-    lengths: Tensor | None
-    width: int
-    fresh: bool | Tensor
-    before: LayerCarry
-    written: Written
-    read_only: bool
-
-    def seen_after(self) -> Tensor:
-        return self.seen + (self.width if self.lengths is None else self.lengths)
-
-
-class RewindLog:
-    """An older state of the memory and the tokens since, to compute the states in between again.
-
-    Columns are added at the cursor in place; the tensors are detached, so gradients do not pass through a rewind.
-    """
-
-    def __init__(self, config: PreTrainedConfig):
-        self.config = config
-        self.base: MemoryState | None = None
-        self.base_segment: tuple[Tensor, ...] | None = None
-        self.base_seen: Tensor | None = None  # [B]
-        self.tokens: Tensor | None = None  # [B, LOG_COLUMNS, H, 2 D + 3]: k, v, theta, eta, alpha
-        self.kind: Tensor | None = None  # [B, LOG_COLUMNS]: PADDING, SEEN (read only) or WRITTEN
-        self.cursor = 0
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Apply a batch operation to every tensor."""
-        if self.base is None:
-            return
-        self.base = self.base.map(fn)
-        self.base_segment = None if self.base_segment is None else tuple(map(fn, self.base_segment))
-        self.base_seen, self.tokens, self.kind = fn(self.base_seen), fn(self.tokens), fn(self.kind)
-
-    def tensors(self) -> list[Tensor]:
-        if self.base is None:
-            return []
-        return [*self.base.tensors(), *(self.base_segment or ()), self.base_seen, self.tokens, self.kind]
-
-    def named(self) -> dict[str, Tensor]:
-        """Every tensor by its name."""
-        own = {"base_seen": self.base_seen, "tokens": self.tokens, "kind": self.kind}
-        return {**_named_state("base", self.base), **_numbered("base_segment", self.base_segment), **own}
-
-    def fill(self, named: dict[str, Tensor], cursor: int) -> None:
-        """Take over other tensors of the same form."""
-        self.base = _filled_state("base", self.base, named)
-        self.base_segment = _filled("base_segment", self.base_segment, named)
-        self.base_seen, self.tokens, self.kind = (named[name] for name in ("base_seen", "tokens", "kind"))
-        self.cursor = cursor
-
-    @torch.no_grad()
-    def restart(self, carry: LayerCarry, seen: Tensor) -> None:
-        """Rewinding begins at the given carry."""
-        self.base = carry.memory.map(Tensor.clone)
-        self.base_segment = None if carry.segment_weights is None else tuple(map(Tensor.clone, carry.segment_weights))
-        self.base_seen, self.cursor = seen.clone(), 0
-        W = carry.memory.weights[0]
-        B, H, D = W.shape[:3]
-        if self.tokens is None:
-            self.tokens = W.new_zeros(B, LOG_COLUMNS, H, 2 * D + 3)
-        self.kind = torch.full((B, LOG_COLUMNS), PADDING, dtype=torch.int8, device=W.device)
-
-    @torch.no_grad()
-    def rows_restart(self, rows: Tensor, carry: LayerCarry) -> None:
-        """The given rows [B] read their first token now: for them rewinding begins at the given carry."""
-        self.base = carry.memory.map(Tensor.detach).select(rows, self.base)
-        if self.base_segment is not None:
-            pairs = zip(carry.segment_weights, self.base_segment, strict=True)
-            self.base_segment = tuple(where_rows(rows, x.detach(), old) for x, old in pairs)
-        self.base_seen = self.base_seen.masked_fill(rows, 0)
-        self.kind = self.kind.masked_fill(rows[:, None], PADDING)
-
-    @torch.no_grad()
-    def append(self, written: Written, lengths: Tensor | None, read_only: bool) -> None:
-        """Note the tokens of one pass, at most `LOG_LIMIT`."""
-        self.tokens, self.kind = _writable(self.tokens), _writable(self.kind)
-        if self.cursor + written.k.shape[1] > LOG_COLUMNS:
-            self._drop_oldest()
-        columns = slice(self.cursor, self.cursor + written.k.shape[1])
-        self.tokens[:, columns] = torch.cat((written.k, written.v, written.gates.transpose(2, 3)), dim=-1)
-        kind = SEEN if read_only else WRITTEN
-        if lengths is None:
-            self.kind[:, columns] = kind
-        else:
-            real = torch.arange(written.k.shape[1], device=lengths.device) < lengths[:, None]
-            self.kind[:, columns] = real.to(torch.int8) * kind
-        self.cursor = columns.stop
-
-    def _drop_oldest(self) -> None:
-        """Move the base forward until the last `REWIND` tokens of every row remain."""
-        order = (self.kind > PADDING).to(torch.int8).argsort(dim=1, stable=True)  # rows right-aligned, oldest first
-        self.tokens, self.kind = take(self.tokens, order), self.kind.gather(1, order)
-        self.cursor, passed = LOG_COLUMNS, LOG_COLUMNS - REWIND
-        kept = self.kind.clone()
-        kept[:, passed:] = PADDING
-        self.base, self.base_segment = self.replay(kept)
-        self.base_seen = self.base_seen + (kept > PADDING).sum(1)
-        self.tokens, self.kind = self.tokens.roll(-passed, dims=1), self.kind.roll(-passed, dims=1)
-        self.kind[:, REWIND:] = PADDING
-        self.cursor = REWIND
-
-    @torch.no_grad()
-    def replay(self, kind: Tensor) -> tuple[MemoryState, tuple[Tensor, ...] | None]:
-        """The memory after the base and the tokens that `kind` [B, LOG_COLUMNS] keeps, and MAC's segment start."""
-        state = self._write(kind == WRITTEN)
-        if self.base_segment is None:
-            return state, None
-        C = self.config.segment_size
-        seen = (kind > PADDING).cumsum(1)
-        segment_start = (self.base_seen + seen[:, -1]) // C * C
-        inside = segment_start > self.base_seen
-        if not bool(inside.any()):
-            return state, self.base_segment
-        until_start = (kind == WRITTEN) & (seen <= (segment_start - self.base_seen)[:, None])
-        weights, _ = self._write(until_start).current()
-        return state, tuple(where_rows(inside, *pair) for pair in zip(weights, self.base_segment, strict=True))
-
-    def _write(self, mask: Tensor) -> MemoryState:
-        if not bool(mask.any()):
-            return self.base
-        used = slice(0, max(1, self.cursor))
-        D = (self.tokens.shape[-1] - 3) // 2
-        k, v, gates = self.tokens[:, used].split((D, D, 3), dim=-1)
-        _, state = neural_memory(
-            k,
-            k,
-            v,
-            *gates.unbind(-1),
-            self.base,
-            chunk_size=self.config.memory_chunk_size,
-            max_surprise=self.config.memory_max_surprise,
-            mask=mask[:, used],
-        )
-        return state.opened(self.config.memory_chunk_size)
-
-
-def _writable(x: Tensor) -> Tensor:
-    """A tensor that may be written in place here: one made under inference mode may not, outside of it."""
-    return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x
+def log_of_first_version(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The log of a version 1 snapshot, whose columns held padding, under today's names."""
+    kind = named.pop("log.kind")  # [B, LOG_COLUMNS]: 0 padding, 1 read only, 2 written
+    order = (kind > 0).to(torch.int8).argsort(dim=1, stable=True)
+    written = (kind.gather(1, order) == 2).to(named["log.tokens"].dtype)
+    tokens = take(named["log.tokens"], order)
+    flag = written[:, :, None, None].expand(*tokens.shape[:3], 1)
+    return {**named, "log.tokens": torch.cat((tokens, flag), dim=-1), "log.count": (kind > 0).sum(1)}

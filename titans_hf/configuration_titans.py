@@ -34,16 +34,16 @@ class TitansConfig(PreTrainedConfig):
         memory_expansion: width of the memory's hidden layers in units of `head_dim`.
         memory_chunk_size: spacing of the grid on which the memory's gradients are taken (Eq. 16). It is part of what
             was trained: do not change it afterwards.
-        memory_max_surprise: cap on the norm of each token's gradient per memory layer; None is the paper's letter.
+        memory_max_surprise: cap on the norm of each token's gradient per memory layer; None is the paper as printed.
         memory_theta_max: upper end of `theta / (1 - eta)`, which at a steady eta is what a gradient moves the memory by
             once momentum has spent it. By default `1 / (4 * memory_chunk_size)`, saved as a number: it does not follow
             a chunk size that is changed later.
         memory_eta_max: upper end of the momentum decay eta; the momentum sums at most `1 / (1 - memory_eta_max)` steps.
         memory_gates: "token" (gates per token) or "chunk" (gates of a chunk from its first token, Section 3.2).
         memory_momentum, memory_forget, memory_conv: switches for the ablations of Table 5.
-        memory_forget_to: where the forget gate leads. "zero" is the paper's letter; "start" is the memory that a row's
-            first token meets: at the end of each chunk it gives back what the chunk has forgotten of it, so that what
-            was learned does not fade in texts that are longer than the training's. The kernels serve "zero" only.
+        memory_forget_to: where the forget gate leads. "zero" is the paper as printed. "start" is the memory before a
+            row's first token: at the end of each chunk the weights get back what the chunk has forgotten of it, so that
+            what training has learned does not fade in longer texts. The kernels serve "zero" only.
         memory_conv_width: taps of the causal depthwise convolution on the memory's queries, keys and values.
         memory_implementation: "torch" (the chunk form), "triton" (its kernels, on GPUs), "auto" (the kernels where they
             are installed and serve the tensors, else torch) or "recurrent" (the token loop, for checks).
@@ -200,6 +200,51 @@ class TitansConfig(PreTrainedConfig):
                 "a momentum that never decays grows without bound"
             )
 
+
+# Every field is in one of three groups. A cache filled, or a snapshot saved, under one value of a field of SHAPE or
+# READING cannot be read under another.
+SHAPE = (  # gives a cache its shape
+    "variant",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_key_value_heads",
+    "head_dim",
+    "segment_size",
+    "sliding_window",
+    "num_persistent_tokens",
+    "memory_num_heads",
+    "memory_depth",
+    "memory_expansion",
+    "memory_chunk_size",
+    "memory_conv",
+    "memory_conv_width",
+)
+READING = (  # changes what a model makes of what it reads
+    "num_attention_heads",
+    "intermediate_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "memory_max_surprise",
+    "memory_theta_max",
+    "memory_eta_max",
+    "memory_gates",
+    "memory_momentum",
+    "memory_forget",
+    "memory_forget_to",
+)
+NEITHER = (  # concerns training, tools or the choice between equal implementations
+    "vocab_size",
+    "max_position_embeddings",
+    "initializer_range",
+    "use_cache",
+    "tie_word_embeddings",
+    "attention_dropout",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "memory_implementation",
+)
 
 POSITIVE_FIELDS = (
     "vocab_size",

@@ -1,18 +1,17 @@
-"""Whole chunks of the memory's update with their derivative written out: the fast form in torch.
+"""Whole chunks of the memory's update with a hand-written backward: the fast form in torch.
 
-`memory_ops` defines what is computed. Here the same is arranged for speed: products accumulate into their result, rows
-are scaled on their narrower side, the cap goes with the coefficients, and the backward computes each chunk again from
-its start state instead of leaving a graph behind. Nothing divides by a gate, so gates of exactly 0 and 1 are ordinary.
+`memory_closed_form.read_chunk` defines what is computed. Here it is arranged for speed: products accumulate into their
+result, rows are scaled on their narrower side, the cap is folded into the coefficients, and the backward recomputes
+each chunk from its start state instead of keeping a graph. Nothing divides by a gate: gates of exactly 0 and 1 work.
 
-Only the state waits for the chunk before: reads of several chunks, and in the backward all that the state's gradient
-does not reach, are computed together.
+Only the state depends on the chunk before. The reads of several chunks, and in the backward everything but the
+gradient of the state, are computed together.
 
 Axis letters: B batch, H heads, N chunks, C tokens of a chunk, K chunks of a piece; G = B H sequences, or K B H where a
 piece's chunks are computed together. Per layer, `X` are the keys' inputs, `Z = X W`, `D` the errors before the cap, `U`
 those before the slope; `Xb` and `Zb` belong to the read. Weights are [G, in, out].
 """
 
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -20,14 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .fast_paths import without_autocast
+from .memory_closed_form import negligible
+from .memory_rule import Rule
+
 SEQUENCES_AT_A_TIME = 16  # chunks of all rows and heads that are computed together, if not one chunk of each
 
 
-def without_autocast(x: Tensor):
-    """A context in which matrix products keep the state's precision, whatever autocast would make of them."""
-    device = x.device.type
-    active = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if active else nullcontext()
+def serves(rule: Rule) -> bool:
+    """Whether this form, and the decoding step that shares its `Write`, computes the rule."""
+    return type(rule) is Rule
 
 
 class Gates(NamedTuple):
@@ -49,11 +50,11 @@ class Gates(NamedTuple):
 
 
 class Coefficients:
-    """The coefficients of whole chunks from their gates, [G, C] each, with the way back.
+    """The coefficients of whole chunks from their gates, [G, C] each, and their backward.
 
-    The rows of what `M_t` and `S_t` are made of follow Eqs. 13 and 14 themselves, `N_t = eta_t N_(t-1) + theta_t e_t`
-    and `L_t = (1 - alpha_t) L_(t-1) + N_t`: a product with the gates' own products over every segment of the chunk, and
-    the way back one with its transpose. No quotient: gates of exactly 0 are ordinary.
+    What `M_t` and `S_t` are made of follows Eqs. 13 and 14 themselves, `N_t = eta_t N_(t-1) + theta_t e_t` and
+    `L_t = (1 - alpha_t) L_(t-1) + N_t`: a matrix product with the gates' products over every segment of the chunk. The
+    backward is a product with its transpose. There is no quotient: gates of exactly 0 work.
 
     Attributes:
         L, N: [G, C, C + 2], the shares of the chunk's gradients, of `S_0` and of `M_0` in `M_t` and `S_t`.
@@ -61,7 +62,7 @@ class Coefficients:
 
     def __init__(self, theta: Tensor, eta: Tensor, alpha: Tensor):
         keep, C = 1 - alpha, eta.shape[-1]
-        self.of_M, self.of_S = _segment_products(torch.stack((keep, eta)))
+        self.of_M, self.of_S = _products_between(torch.stack((keep, eta)))
         self.N = self.of_S.new_zeros(*eta.shape, C + 2)
         torch.mul(self.of_S, theta[:, None], out=self.N[..., :C])
         torch.mul(self.of_S[..., 0], eta[:, :1], out=self.N[..., C])
@@ -84,7 +85,7 @@ class Coefficients:
         return dN.diagonal(dim1=-2, dim2=-1), _along_row_before(dN, self.N, -2), d_alpha
 
 
-def _segment_products(gate: Tensor) -> Tensor:
+def _products_between(gate: Tensor) -> Tensor:
     """[..., C] to [..., C, C]: at (t, i) the product over tokens i+1..t, 1 on the diagonal and 0 above it."""
     token = torch.arange(gate.shape[-1], device=gate.device)
     factors = torch.where(token[:, None] > token, gate[..., None], gate.new_ones(()))
@@ -94,19 +95,6 @@ def _segment_products(gate: Tensor) -> Tensor:
 def _along_row_before(dX: Tensor, X: Tensor, start: int) -> Tensor:
     """[G, C] inner products of each row of dX with the row of X before it; before the first, column `start` is 1."""
     return torch.cat((dX[:, 0, start, None], (dX[:, 1:] * X[:, :-1]).sum(-1)), dim=-1)
-
-
-def without_dust(x: Tensor) -> Tensor:
-    """Coefficients too small to matter become exact zeros: their products would be subnormal, and slow a CPU down.
-
-    Gradients pass as they would: a gate of 0 has one.
-    """
-    return x - torch.where(x < negligible(x.dtype), x, 0.0).detach()
-
-
-def negligible(dtype: torch.dtype) -> float:
-    """Shares of a state that are smaller than this do not matter."""
-    return 1e-24 if dtype == torch.float64 else 1e-16
 
 
 def _rows_scaled(x: Tensor, row: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,7 +216,7 @@ class Read:
 
 
 class Updates:
-    """The way back through the updates of K chunks, from the last to the first: what waits for the state's gradient.
+    """The backward through the updates of K chunks, from the last to the first: all that needs the state's gradient.
 
     Args:
         write: of all K chunks, with their start `weights` and `momentum`.
@@ -290,7 +278,7 @@ class Updates:
         return of_M, of_S
 
     def _write(self, n: int) -> None:
-        """Through the chain of errors (a double backward) and the keys' way forward; dD becomes the gradient of Z."""
+        """Through the chain of errors (a double backward) and the keys' forward pass; dD becomes the gradient of Z."""
         X, D, W, dX, dD, dW = (xs[n] for xs in (self.X, self.D, self.W, self.dX_of, self.dD_of, self.dW_of))
         for i, (slope, curve) in enumerate(zip(self.slopes[n], self.curves[n], strict=True)):
             dH = dD[i] * slope
@@ -359,14 +347,14 @@ class _Scan(torch.autograd.Function):
         return None, None, None, *found
 
 
-def scan(max_surprise: float | None, chunks: Tensor | None, weights, momentum, start, *tokens: Tensor):
-    """`memory_ops.scan_chunks`; see there."""
+def scan(rule: Rule, weights, momentum, start, tokens, chunks: Tensor | None):
+    """Read whole chunks from a boundary; arguments and results as in `memory_ops.scan`."""
     depth, start = len(weights), list(start or ())
     inputs = (*tokens, *weights, *momentum, *start)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        y, *end = _Scan.apply(max_surprise, chunks, depth, *inputs)
+        y, *end = _Scan.apply(rule.max_surprise, chunks, depth, *inputs)
     else:
-        y, end = _forward(max_surprise, chunks, depth, tokens, [*weights, *momentum], start)
+        y, end = _forward(rule.max_surprise, chunks, depth, tokens, [*weights, *momentum], start)
     return y, tuple(end[:depth]), tuple(end[depth:])
 
 

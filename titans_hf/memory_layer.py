@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .configuration_titans import TitansConfig
-from .memory_ops import MemoryState, neural_memory, recall, seen_through, state_dtype
-from .memory_tokens import conv_silu, convolved, gated_norm, inverse_rms, unit
+from .fast_paths import state_dtype, takes
+from .memory_ops import neural_memory, recall
+from .memory_rule import rule_of
+from .memory_state import MemoryState
+from .memory_tokens import SMALLEST, conv_silu, convolved, gated_norm, inverse_rms
 from .rows import take
 from .tails import Tail
-
-FEW = 8  # tokens of a pass that are not worth a pass over each stream by itself
 
 
 class TitansRMSNorm(nn.Module):
@@ -29,7 +30,7 @@ class TitansRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype == state_dtype(x.dtype):
-            if x.numel() <= FEW * self.weight.numel() and not torch.is_grad_enabled() and not seen_through():
+            if takes("norm", x.numel() // self.weight.numel()):
                 return (x * inverse_rms(x, self.eps)).mul_(self.weight)
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         precise = x.to(state_dtype(x.dtype))
@@ -40,11 +41,14 @@ class TitansRMSNorm(nn.Module):
 class GatedNorm(TitansRMSNorm):
     """The norm of every head, times the output gate."""
 
-    def forward(self, y: Tensor, gate: Tensor | None = None, written_out: bool = False) -> Tensor:
-        """[B, T, H, D] to [B, T, H D]; the gate is what SiLU opens, [B, T, H D], or None for none."""
+    def forward(self, y: Tensor, gate: Tensor | None = None, fused: bool = False) -> Tensor:
+        """[B, T, H, D] to [B, T, H D], times SiLU of the gate [B, T, H D] if there is one.
+
+        `fused` takes the hand-written backward of `memory_tokens`.
+        """
         if gate is None:
             return super().forward(y).flatten(-2)
-        if written_out:
+        if fused:
             precise = state_dtype(y.dtype)
             return gated_norm(y.to(precise), gate, self.weight.to(precise), self.eps)
         return super().forward(y).flatten(-2) * F.silu(gate)
@@ -53,10 +57,10 @@ class GatedNorm(TitansRMSNorm):
 class CausalConv(nn.Module):
     """The weights of a causal depthwise convolution over tokens, of queries, keys and values side by side.
 
-    Queries start at their own token and, half as much, the one before; keys start one token further back; values at
-    their own. As keys and queries start with the same projection, what is written is from the first step on "this value
-    came after that token", and found again when that token returns: recall is learned many times sooner. Values start
-    at half their size: at full size ordinary text ran into the cap on surprise (2 to 16 tokens of a hundred).
+    Queries start at their own token and, half as much, the one before. Keys start one token further back, values at
+    their own token. Keys and queries start with the same projection, so the first thing written is already "this value
+    came after that token", and a query finds it when that token returns: recall is learned many times sooner. Values
+    start at half their size: at full size, 2 to 16 tokens of a hundred of ordinary text ran into the cap on surprise.
     """
 
     def __init__(self, channels: int, width: int):
@@ -65,7 +69,7 @@ class CausalConv(nn.Module):
         self.reach = width - 1
 
     def start(self) -> Tensor:
-        """Weights to start from, [channels, reach + 1], with a little noise to tell channels apart."""
+        """Weights to start from, [channels, reach + 1], with a little noise so that channels differ."""
         channels, width = self.weight.shape
         taps = torch.zeros(3, width + 2)  # queries, keys, values; two columns further back than the convolution looks
         taps[0, -2:] = torch.tensor([0.5, 1.0])
@@ -83,16 +87,15 @@ class CausalConv(nn.Module):
 class WriteGates(nn.Module):
     """The step size theta, the momentum decay eta and the forget gate alpha of every token, per head.
 
-    Theta is a share of `memory_theta_max * (1 - eta)`. The momentum is then a weighted mean of past gradients, so that
-    no token moves the memory by more than `memory_theta_max` times the largest of them; with an eta that stays the same
-    that is also the most that a gradient moves it by in the end. All gradients of a chunk are taken at the same weights
-    and overshoot together where `2 theta / (1 - eta)` times the chunk's length exceeds 2 and its keys are alike, as
-    those of ordinary text are. Up to `1 / chunk`, and with an eta that stays the same, a linear memory does not; a deep
-    one is steeper by the square of what it has learned, hence a quarter of that by default. An eta that rises behind a
-    large step spends it many times over: what bounds the memory then is `memory_max_surprise`.
+    Theta is a share of `memory_theta_max * (1 - eta)`. The momentum is then a weighted mean of past gradients: no token
+    moves the memory by more than `memory_theta_max` times the largest of them. All gradients of a chunk are taken at
+    the same weights. If its keys are alike, as those of ordinary text are, they overshoot together once
+    `2 theta / (1 - eta)` times the chunk's length exceeds 2. At a steady eta and up to `1 / chunk` a linear memory does
+    not overshoot; a deep one is steeper by the square of what it has learned, hence a quarter of that by default. Where
+    eta rises behind a large step, the step counts many times over, and `memory_max_surprise` bounds the memory.
 
-    The weights start at zero, so that at first every token is written alike. The biases start theta and eta at half
-    their maximum, and alpha at a half-life of 1,386 tokens: a deep memory that forgets faster than it writes falls to
+    The weights start at zero, so at first every token is written alike. The biases start theta and eta at half their
+    maximum, and alpha at a half-life of 1,386 tokens: a deep memory that forgets faster than it writes collapses to
     zero, where all its gradients vanish.
     """
 
@@ -121,8 +124,8 @@ class MemoryStart(nn.Module):
     """The learned weights `M_0` every sequence starts from, per head.
 
     Hidden layers start as random features (standard deviation `1 / sqrt(in)`) and the last layer at zero: at first the
-    memory answers with nothing but what was written, and recall is learned sooner. Only MAC asks `M_0` itself, in its
-    first segment, and a norm follows: its last layer starts at a tenth, for at exactly zero that norm has no direction.
+    memory returns nothing but what was written, and recall is learned sooner. Only MAC reads `M_0` itself, in its first
+    segment, and a norm follows: its last layer starts at a tenth, because a norm of exact zeros has no direction.
     """
 
     def __init__(self, config: TitansConfig):
@@ -144,7 +147,7 @@ class MemoryStart(nn.Module):
         return [1.0] * (self.depth - 1) + [0.1 if variant == "mac" else 0.0]
 
     def forward(self) -> MemoryState:
-        """A batch of one at the start: `M_0`, and no momentum."""
+        """The state of one row at the start: `M_0`, and no momentum."""
         weights = tuple(W[None].to(state_dtype(W.dtype), copy=True) for W in self.weights)  # a cache may keep them
         momentum = tuple(torch.zeros_like(W) for W in weights)
         return MemoryState(weights, momentum, start=weights if self.stays else None)
@@ -162,10 +165,14 @@ class MemoryCarry:
     state: MemoryState
     tail: Tail
 
+    def opened(self, chunk_size: int) -> "MemoryCarry":
+        """The same carry, its state with every open-chunk field present."""
+        return MemoryCarry(self.state.opened(chunk_size), self.tail)
+
 
 @dataclass
 class Written:
-    """The tokens one call wrote, as the update rule saw them: what is needed to write them again."""
+    """The tokens of one call as the update rule sees them: all that is needed to write them again."""
 
     k: Tensor  # [B, T, H, D]
     v: Tensor  # [B, T, H, D]
@@ -183,7 +190,7 @@ class NeuralMemory(nn.Module):
     def __init__(self, config: TitansConfig):
         super().__init__()
         self.num_heads, self.head_dim = config.memory_num_heads, config.head_dim
-        self.chunk_size, self.max_surprise = config.memory_chunk_size, config.memory_max_surprise
+        self.chunk_size, self.rule = config.memory_chunk_size, rule_of(config)
         self.gates_by_chunk = config.memory_gates == "chunk"
         self.backend = config.memory_implementation
         width = self.num_heads * self.head_dim
@@ -208,7 +215,7 @@ class NeuralMemory(nn.Module):
         return 0 if self.conv is None else self.conv.reach
 
     def begin(self, batch_size: int = 1, spare: int = 0) -> MemoryCarry:
-        """The carry of rows that have read nothing; its tail has room for `spare` more tokens than the conv needs."""
+        """The carry of rows that have read nothing; its tail keeps `spare` more tokens than the convolution needs."""
         state = self.start()
         channels = 3 * self.num_heads * self.head_dim
         tail = state.weights[0].new_zeros(batch_size, self.conv_reach + spare, channels, dtype=self.dtype)
@@ -242,12 +249,12 @@ class NeuralMemory(nn.Module):
         if chunk_size is None:
             chunk_size = self.chunk_size
         elif backend == "triton":
-            backend = "torch"  # kernels are compiled for the grid; a chunk of its own is read once
+            backend = "torch"  # kernels are compiled for the grid; a chunk of another size is read once
         gates = self.write_gates(x)  # [B, T, 3, H]
         if self.gates_by_chunk:
             gates = _gates_of_first_token(gates, state, chunk_size)
         if read_only:
-            state = state.held()
+            state = state.without_writer() if torch.is_grad_enabled() else state
             y = recall(state.current()[0], q)
         else:
             y, state = neural_memory(
@@ -257,11 +264,11 @@ class NeuralMemory(nn.Module):
                 *gates.unbind(2),
                 state,
                 chunk_size=chunk_size,
-                max_surprise=self.max_surprise,
+                rule=self.rule,
                 backend=backend,
                 lengths=lengths,
             )
-        out = self.out_proj(self.norm(y, self.output_gate(x), self._written_out(y)))
+        out = self.out_proj(self.norm(y, self.output_gate(x), self._fused(y)))
         return out, MemoryCarry(state, tail), Written(k, v, gates)
 
     def queries(self, x: Tensor, tail: Tail, lengths: Tensor | None = None) -> tuple[Tensor, Tail]:
@@ -270,20 +277,20 @@ class NeuralMemory(nn.Module):
         return q, tail
 
     def retrieve(self, weights: tuple[Tensor, ...], q: Tensor) -> Tensor:
-        """What the given memory holds for the queries, as tokens [B, T, hidden]: normed and projected, not gated."""
+        """The given memory's answers to the queries as tokens [B, T, hidden]: normed and projected, not gated."""
         return self.out_proj(self.norm(recall(weights, q)))
 
-    def _written_out(self, x: Tensor) -> bool:
-        """Whether the tokens [B, T, ...] are many, and nobody wants to see through what is done to them."""
-        return x.shape[1] > FEW and self.backend != "recurrent" and not seen_through()
+    def _fused(self, x: Tensor) -> bool:
+        """Whether tokens [B, T, ...] take the fused passes with a hand-written backward."""
+        return self.backend != "recurrent" and takes("tokens", x.shape[1])
 
     def _heads(self, projected: tuple[Tensor, ...], tail: Tail, lengths: Tensor | None) -> tuple[list[Tensor], Tail]:
         """Queries, and keys and values if given, each [B, T, H D], as heads [B, T, H, D]: convolved, through SiLU.
 
-        Queries and keys have length 1. The tail is that of all streams side by side, for the next call.
+        Queries and keys are normalised to length 1. The tail, of all streams side by side, is for the next call.
         """
         streams, width = len(projected), self.num_heads * self.head_dim
-        if self.conv is not None and self._written_out(projected[0]):
+        if self.conv is not None and self._fused(projected[0]):
             before = tail.last(self.conv_reach).split(width, dim=-1)
             taps = self.conv(streams * width).split(width, dim=-1)
             found = [
@@ -300,7 +307,7 @@ class NeuralMemory(nn.Module):
             )
         mixed = F.silu(joined.to(state_dtype(joined.dtype))).unflatten(-1, (streams * self.num_heads, -1))
         directions = min(streams, 2) * self.num_heads
-        heads = unit(mixed[:, :, :directions]).split(self.num_heads, dim=2)
+        heads = F.normalize(mixed[:, :, :directions], dim=-1, eps=SMALLEST).split(self.num_heads, dim=2)
         return [*heads, mixed[:, :, directions:]][:streams], tail
 
 

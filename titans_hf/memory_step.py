@@ -1,102 +1,175 @@
-"""One token into an open chunk, without gradients: the step of decoding in torch.
+"""One token into an open chunk, without gradients: the decoding step in torch.
 
-`memory_ops.extend_chunk` defines what is computed. Here the same is done in few operations, which is what a single
-token's time consists of: the state lies in few buffers, whose slots are filled in place, and what the present memory
-is made of is carried from token to token, by the recurrence itself.
+The time of a single token is the number of operations it takes, so here they are few: the state lies in few buffers,
+whose slots are filled in place (`tails.Cursor`), and what the present memory is made of is carried from token to token
+by Eqs. 13 and 14 themselves. `memory_ops.extend_chunk` defines what is computed.
 
 Axis letters: B batch, H heads, G = B H, C tokens of a chunk, D head width.
 """
 
-import weakref
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .memory_chunks import Write, negligible
+from .memory_chunks import Write
+from .memory_closed_form import chunk_coefficients, negligible
+from .memory_rule import Rule
+from .memory_state import MemoryState
+from .rows import on_host
+from .tails import Cursor
+
+SHARED = ("weights", "momentum", "inputs", "errors", "gates", "length")  # fields of a state that lie in the buffers
 
 
-class Pen:
-    """The buffers of an open chunk, where its next token is written, and what the memory after the last is made of.
+def step(rule: Rule, state: MemoryState, q: Tensor, k: Tensor, v: Tensor, gates) -> tuple[Tensor, MemoryState] | None:
+    """Write a token into the open chunk of every row, then read it: q, k, v [B, H, 1, D], gates [B, H, 1].
 
-    A line of states, each one token longer than the one before, shares buffers and pen; only the last of them can be
-    written on. The others do not look beyond their own length. A state that was made in another way, also from one of
-    these, is not served: it gets a pen, and buffers, of its own.
+    Returns the outputs [B, H, 1, D] and the next state, or None where rows stand at different places of their chunks.
+    """
+    writer = _writer_of(state)
+    if writer is None:
+        return None
+    B, H = q.shape[:2]
+    q, k, v, *gates = (x.flatten(0, 1) for x in (q, k, v, *gates))
+    writer = writer.write(k, v, gates, rule.max_surprise)
+    y = writer.read(q).unflatten(0, (B, H))
+    if not writer.is_full():
+        return y, writer.attach(state.length + 1, state.start)
+    weights, momentum = writer.memory()
+    weights = rule.at_boundary(weights, state.start, writer.of_M[:, 0].view(B, H, 1, 1))
+    closed = replace(writer.attach(torch.zeros_like(state.length), state.start), writer=None)
+    return y, replace(closed, weights=weights, momentum=momentum)
 
-    Args:
-        weights, momentum, inputs, errors, gates: as in `memory_ops.MemoryState`; they are copied.
-        of_M, of_S: [G, 2 + C], the shares of `M_0`, `S_0` and the chunk's gradients (negative) in `M_t` and `S_t`.
+
+def _writer_of(state: MemoryState) -> "ChunkWriter | None":
+    """The writer that the state brings, or a new one."""
+    if state.writer is not None and state.writer.describes(state):
+        return state.writer
+    places = on_host(state.length)
+    if places is None or len(set(places)) > 1:
+        return None
+    return ChunkWriter.of(state, places[0])
+
+
+@dataclass(frozen=True)
+class ChunkWriter:
+    """The buffers of an open chunk, and what the memory after its last token is made of.
 
     Attributes:
-        layers: per layer [G, 2 in + C, out], weights, momentum and errors.
-        slots: [G, C, all inputs + 3], the inputs of all layers and the gates.
+        batch: B and H.
+        widths: the width of every layer's input.
+        layers: per layer [G, 2 in + C, out]: weights, momentum, and an error for every token.
+        slots: [G, C, all inputs + 3], the inputs of all layers and the gates of every token.
+        of_M, of_S: [G, 2 + C], the shares of `M_0`, `S_0` and the chunk's gradients (negative) in `M_t` and `S_t`.
+        filled: tokens in the chunk.
+        fields: the buffers as fields of a `MemoryState`.
     """
 
-    def __init__(self, weights, momentum, inputs, errors, gates, of_M: Tensor, of_S: Tensor, filled: int):
-        self.batch, self.widths = weights[0].shape[:2], [W.shape[2] for W in weights]
-        self.layers = [torch.cat(parts, dim=2).flatten(0, 1) for parts in zip(weights, momentum, errors, strict=True)]
-        self.slots = torch.cat((*inputs, *(gate[..., None] for gate in gates)), dim=-1).flatten(0, 1)
-        self.of_M, self.of_S, self.filled = of_M, of_S, filled
-        self.weights = [layer[:, :width] for layer, width in zip(self.layers, self.widths, strict=True)]
-        self.inputs = self.slots.split([*self.widths, 3], dim=-1)[:-1]
-        self._last: weakref.ref | None = None
+    batch: tuple[int, int]
+    widths: list[int]
+    layers: list[Tensor]
+    slots: Tensor
+    of_M: Tensor
+    of_S: Tensor
+    filled: int
+    cursor: Cursor
+    fields: dict[str, tuple[Tensor, ...] | Tensor]
 
-    def moved_to(self, state):
-        """The state, which from now on is the one that can be written on."""
-        self._last = weakref.ref(state)
-        return state
+    @classmethod
+    def of(cls, state: MemoryState, filled: int) -> "ChunkWriter":
+        """Buffers of its own for a state whose rows all have `filled` tokens in their chunk."""
+        parts = zip(state.weights, state.momentum, state.errors, strict=True)
+        layers = [torch.cat(part, dim=2).flatten(0, 1) for part in parts]
+        slots = torch.cat((*state.inputs, *(gate[..., None] for gate in state.gates)), dim=-1).flatten(0, 1)
+        return cls._over(tuple(state.weights[0].shape[:2]), layers, slots, *_shares_now(state, filled), filled)
+
+    @classmethod
+    def _over(cls, batch, layers: list[Tensor], slots: Tensor, of_M, of_S, filled: int) -> "ChunkWriter":
+        size = slots.shape[1]
+        widths = [(layer.shape[1] - size) // 2 for layer in layers]
+        split = [x.unflatten(0, batch).split((n, n, size), dim=2) for x, n in zip(layers, widths, strict=True)]
+        weights, momentum, errors = map(tuple, zip(*split, strict=True))
+        *inputs, gates = slots.unflatten(0, batch).split([*widths, 3], dim=-1)
+        fields = dict(
+            weights=weights, momentum=momentum, inputs=tuple(inputs), errors=errors, gates=gates.unbind(-1), length=None
+        )
+        return cls(batch, widths, layers, slots, of_M, of_S, filled, Cursor(filled), fields)
+
+    def attach(self, length: Tensor, start) -> MemoryState:
+        """The state that this writer goes on from."""
+        fields = {**self.fields, "length": length}
+        return MemoryState(**fields, start=start, writer=replace(self, fields=fields))
+
+    def describes(self, state: MemoryState) -> bool:
+        """Whether the state is the one it was attached to, field by field, and was not changed by `replace` since."""
+        return all(getattr(state, name) is self.fields[name] for name in SHARED)
 
     def retire(self) -> None:
-        """Serve no state any more."""
-        self._last = None
+        """Leave the buffers as they are from now on."""
+        self.cursor.retire()
 
-    def serves(self, state) -> bool:
-        """Whether the state can be written on here and now; tensors of inference mode cannot outside of it."""
-        own = self._last is not None and self._last() is state
-        return own and (torch.is_inference_mode_enabled() or not self.slots.is_inference())
+    def is_full(self) -> bool:
+        return self.filled == self.slots.shape[1]
 
-    def fields(self) -> dict[str, tuple[Tensor, ...]]:
-        """The buffers as fields of a `MemoryState`."""
-        size, parts = self.slots.shape[1], zip(self.layers, self.widths, strict=True)
-        split = [layer.unflatten(0, self.batch).split((width, width, size), dim=2) for layer, width in parts]
-        weights, momentum, errors = map(tuple, zip(*split, strict=True))
-        *inputs, gates = self.slots.unflatten(0, self.batch).split([*self.widths, 3], dim=-1)
-        inputs, gates = tuple(inputs), gates.unbind(-1)
-        return dict(weights=weights, momentum=momentum, inputs=inputs, errors=errors, gates=gates)
-
-    def write(self, k: Tensor, v: Tensor, gates: list[Tensor], max_surprise: float | None) -> None:
-        """A key and value [G, 1, D] with gates [G, 1]."""
-        factors = Write(self.weights, k, v, max_surprise)
+    def write(self, k: Tensor, v: Tensor, gates: list[Tensor], max_surprise: float | None) -> "ChunkWriter":
+        """The writer after a token with key and value [G, 1, D] and gates [G, 1]."""
+        if not self.cursor.allows(self.filled, self.slots):
+            layers, slots = [x.clone() for x in self.layers], self.slots.clone()
+            own = ChunkWriter._over(self.batch, layers, slots, self.of_M, self.of_S, self.filled)
+            return own.write(k, v, gates, max_surprise)
+        factors = Write([x[:, :n] for x, n in zip(self.layers, self.widths, strict=True)], k, v, max_surprise)
         self.slots[:, self.filled] = torch.cat((*(x[:, 0] for x in factors.X), *gates), dim=-1)
         for layer, width, d in zip(self.layers, self.widths, factors.capped_errors(), strict=True):
             layer[:, 2 * width + self.filled] = d[:, 0]
         theta, eta, alpha = gates
         of_S = self.of_S * eta  # Eq. 14, and below Eq. 13, for the shares
         of_S[:, 2 + self.filled] = -theta[:, 0]
-        dust = negligible(of_S.dtype)
-        self.of_M = F.hardshrink(torch.addcmul(of_S, self.of_M, 1 - alpha), dust)
-        self.of_S = F.hardshrink(of_S, dust)
-        self.filled += 1
+        of_M = F.hardshrink(torch.addcmul(of_S, self.of_M, 1 - alpha), negligible(of_S.dtype))
+        of_S = F.hardshrink(of_S, negligible(of_S.dtype))
+        self.cursor.end = self.filled + 1
+        return replace(self, of_M=of_M, of_S=of_S, filled=self.filled + 1)
 
     def read(self, q: Tensor) -> Tensor:
         """The query [G, 1, D] through the present memory (Eq. 15)."""
-        of_W, of_S, of_u = self._shares(self.of_M[:, None])
-        for i, (layer, width, inputs) in enumerate(zip(self.layers, self.widths, self.inputs, strict=True)):
+        of_W, of_S, of_u = self._shares(self.of_M)
+        for i, (layer, width, inputs) in enumerate(zip(self.layers, self.widths, self._inputs(), strict=True)):
             q = F.silu(q) if i else q
-            overlap = torch.bmm(q, inputs[:, : self.filled].mT)
+            overlap = torch.bmm(q, inputs.mT)
             shares = torch.cat((of_W.expand(-1, -1, width), of_S.expand(-1, -1, width), of_u), dim=-1)
             q = torch.bmm(torch.cat((q, q, overlap), dim=-1).mul_(shares), layer[:, : 2 * width + self.filled])
         return q
 
-    def _shares(self, of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return of[..., :1], of[..., 1:2], of[..., 2 : 2 + self.filled]
-
-    def state(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def memory(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The present weights and momentum, [B, H, in, out] each (Eqs. 13 and 14)."""
-        return tuple(tuple(self._made_of(of, i) for i in range(len(self.layers))) for of in (self.of_M, self.of_S))
+        made = [
+            tuple(map(self._made_of, self.layers, self._inputs(), [self._shares(of)] * len(self.layers)))
+            for of in (self.of_M, self.of_S)
+        ]
+        return made[0], made[1]
 
-    def _made_of(self, of: Tensor, i: int) -> Tensor:
-        of_W, of_S, of_u = self._shares(of[:, None])
-        width, layer, a = self.widths[i], self.layers[i], self.inputs[i][:, : self.filled]
+    def _made_of(self, layer: Tensor, inputs: Tensor, shares: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        of_W, of_S, of_u = shares
+        width = inputs.shape[-1]
         W, S, g = layer[:, : 2 * width + self.filled].split((width, width, self.filled), dim=1)
-        return (W * of_W).addcmul_(S, of_S).baddbmm_((a * of_u.mT).mT, g).unflatten(0, self.batch)
+        return (W * of_W).addcmul_(S, of_S).baddbmm_((inputs * of_u.mT).mT, g).unflatten(0, self.batch)
+
+    def _inputs(self) -> list[Tensor]:
+        """Per layer [G, filled, in], the inputs of the tokens so far."""
+        return list(self.slots[:, : self.filled].split([*self.widths, 3], dim=-1)[:-1])
+
+    def _shares(self, of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return of[:, None, :1], of[:, None, 1:2], of[:, None, 2 : 2 + self.filled]
+
+
+def _shares_now(state: MemoryState, filled: int) -> tuple[Tensor, Tensor]:
+    """`ChunkWriter.of_M` and `of_S` after the state's last token."""
+    if filled:
+        end = chunk_coefficients(*state.gates, rows=(state.length - 1)[:, None])
+        parts = (end.A, end.B, -end.C), (torch.zeros_like(end.A), end.m, -end.N)
+        return tuple(torch.cat(part, dim=-1).flatten(0, 2) for part in parts)
+    B, H, C = state.gates[0].shape
+    of_M, of_S = state.gates[0].new_zeros(2, B * H, 2 + C)
+    of_M[:, 0] = of_S[:, 1] = 1
+    return of_M, of_S

@@ -1,7 +1,7 @@
-"""What is done to every token by itself or with the few before it, with derivatives written out.
+"""Convolution, normalisation and gating of many tokens, each fused into one pass with a hand-written backward.
 
-Each function is one pass over the tokens, on a CPU in blocks that stay in its cache, and keeps nothing but its inputs
-for the backward. Composed of torch's own functions the same would write, and keep, every step of the way.
+A pass works, on a CPU, in blocks that stay in its cache, and keeps nothing but its inputs for the backward. The same
+composed of torch's own functions would write, and keep, every intermediate tensor.
 
 Axis letters: B batch, T tokens, H heads, D head width.
 """
@@ -13,17 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCK = 2**18  # numbers that are worked on at a time
-SMALLEST = 1e-6  # norms below are taken for this: a zero vector stays zero
-
-
-def unit(x: Tensor) -> Tensor:
-    """Vectors of length 1 along the last axis."""
-    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=SMALLEST)
+BLOCK = 2**18  # numbers of a block
+SMALLEST = 1e-6  # a norm below this counts as this: a zero vector stays zero
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
-    """Cuts the tokens of [B, T, channels]; elsewhere than on a CPU, not at all."""
+    """Blocks of the tokens of [B, T, channels]; on other devices than a CPU, one block."""
     size = max(16, BLOCK // (x.shape[0] * x.shape[2])) if x.device.type == "cpu" else x.shape[1]
     for start in range(0, x.shape[1], size):
         yield slice(start, min(start + size, x.shape[1]))
@@ -97,7 +92,7 @@ def _conv_silu(x: Tensor, before: Tensor, taps: Tensor, heads: int, to_unit: boo
 
 
 def conv_silu(x: Tensor, before: Tensor, taps: Tensor, heads: int, to_unit: bool) -> Tensor:
-    """SiLU of a causal depthwise convolution, cut into heads, and if `to_unit` these brought to length 1: written out.
+    """SiLU of a causal depthwise convolution, in heads, which `to_unit` normalises to length 1.
 
     Args:
         x: [B, T, channels].
@@ -151,7 +146,7 @@ def _gated_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm(y) * weight`, heads side by side, times SiLU of the gate: written out.
+    """`rms_norm(y) * weight`, heads side by side, times SiLU of the gate.
 
     Args:
         y: [B, T, H, D], in the dtype to compute in, as `weight` [D].

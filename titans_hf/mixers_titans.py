@@ -4,18 +4,18 @@ Axis letters: B batch, T tokens, H heads, D head width, P persistent tokens, C s
 tokens at the front (`Rows`), so that padding is never computed on and never written.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from .attention_titans import Rows, SegmentAttention, SlidingAttention, rotate
-from .carry_titans import LayerCarry
+from .carry_titans import LOG_LIMIT, LayerCarry
 from .configuration_titans import TitansConfig
 from .memory_layer import MemoryCarry, NeuralMemory, TitansRMSNorm, Written
-from .memory_ops import MemoryState
-from .rows import RowCut, on_host, where_rows
+from .memory_state import MemoryState, where_all
+from .rows import GridCut, Part, on_host
 from .tails import Tail
 
 
@@ -46,8 +46,6 @@ class Mixed:
     out: Tensor
     attention: Tensor | None = None
     carry: LayerCarry | None = None
-    before: LayerCarry | None = None
-    written: Written | None = None
 
 
 Persistent = Callable[[], Tensor]  # makes the normed persistent tokens [P, hidden], where they are needed
@@ -56,7 +54,7 @@ PREFIX = ("prefix_keys", "prefix_values")  # what a carry keeps of the persisten
 
 
 class MemoryMixer(nn.Module):
-    """What the variants without segments share: the memory, its prologue, and its part of the carry."""
+    """What all variants share: the memory, its prologue, and its part of the carry."""
 
     def __init__(self, config: TitansConfig):
         super().__init__()
@@ -66,19 +64,31 @@ class MemoryMixer(nn.Module):
     def begin(self, persistent: Persistent | None, rows: Rows) -> LayerCarry:
         """The carry of rows that read their first token: after the persistent tokens, if there are any."""
         _, memory = self._prologue(persistent, rows)
-        return self._carry(memory)
+        return self._new_carry(memory, rows)
 
     def _prologue(self, persistent: Persistent | None, rows: Rows) -> tuple[Tensor | None, MemoryCarry]:
         if persistent is None:
             return None, self.memory.begin(rows.batch_size, rows.spare)
         return self.memory.prologue(persistent(), rows.batch_size, rows.spare)
 
-    def _carry(self, memory: MemoryCarry, tails: dict | None = None, fixed: dict | None = None) -> LayerCarry:
-        state = memory.state.opened(self.config.memory_chunk_size)
-        return LayerCarry(state, {"conv": memory.tail, **(tails or {})}, fixed or {})
+    def _new_carry(self, memory: MemoryCarry, rows: Rows, tails=None, fixed=None, segment_weights=None) -> LayerCarry:
+        own = memory.opened(self.config.memory_chunk_size)
+        carry = LayerCarry(own, tails or {}, fixed or {}, segment_weights)
+        return carry.restarting(rows.seen) if rows.spare else carry
 
-    def _remember(self, x: Tensor, carry: LayerCarry, rows: Rows, read_only: bool):
-        return self.memory(x, MemoryCarry(carry.memory, carry.tails["conv"]), rows.lengths, read_only)
+    def _remember(self, x: Tensor, carry: LayerCarry, rows: Rows, read_only: bool) -> tuple[Tensor, LayerCarry]:
+        """Write into the memory and read it: the outputs [B, T, hidden], and the carry with the memory after them."""
+        m, memory, written = self.memory(x, carry.own, rows.lengths, read_only)
+        carry = replace(carry, own=memory.opened(self.config.memory_chunk_size) if rows.keep else memory)
+        return m, self._noted(carry, written, rows.lengths, rows, read_only)
+
+    def _noted(self, carry: LayerCarry, written: Written, lengths, rows: Rows, read_only: bool) -> LayerCarry:
+        """The carry with its log up to date. A pass too long for the log is not noted: a new log starts behind it."""
+        if carry.log is None:
+            return carry
+        if rows.width > LOG_LIMIT:
+            return carry.restarting(rows.seen_after())
+        return carry.noting(written, lengths, read_only, self.config)
 
     def _window(self, carry: LayerCarry) -> tuple[Tail, Tail] | None:
         return (carry.tails["keys"], carry.tails["values"]) if "keys" in carry.tails else None
@@ -99,9 +109,9 @@ class MemoryAlone(MemoryMixer):
         super().__init__(config)
 
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
-        before = rows.start(past, lambda: self.begin(persistent, rows))
-        out, memory, written = self._remember(x, before, rows, read_only)
-        return Mixed(out, None, self._carry(memory), before, written)
+        carry = rows.start(past, lambda: self.begin(persistent, rows))
+        out, carry = self._remember(x, carry, rows, read_only)
+        return Mixed(out, None, carry)
 
 
 class MemoryAsGate(MemoryMixer):
@@ -114,7 +124,8 @@ class MemoryAsGate(MemoryMixer):
 
     def begin(self, persistent, rows) -> LayerCarry:
         _, memory = self._prologue(persistent, rows)
-        return self._carry(memory, self._empty_window(memory.tail.values, rows), self._prefix(persistent, rows))
+        window, fixed = self._empty_window(memory.tail.values, rows), self._prefix(persistent, rows)
+        return self._new_carry(memory, rows, window, fixed)
 
     def _prefix(self, persistent: Persistent | None, rows: Rows) -> dict[str, Tensor]:
         if persistent is None:
@@ -122,21 +133,20 @@ class MemoryAsGate(MemoryMixer):
         return _kept(self.attention.keys_values(persistent()[None]), self.memory.dtype, rows.batch_size)
 
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
-        before = rows.start(past, lambda: self.begin(persistent, rows))
-        m, memory, written = self._remember(x, before, rows, read_only)
-        fixed = before.fixed
+        carry = rows.start(past, lambda: self.begin(persistent, rows))
         if past is not None and torch.is_grad_enabled():  # gradients of this pass, too, reach the persistent tokens
-            fixed = self._prefix(persistent, rows)
-        y, weights, window = self.attention(x, _pair(fixed), self._window(before), rows, rotary, output_attentions)
-        carry = self._carry(memory, window, fixed)
-        return Mixed(self.combine(y, m), weights, carry, before, written)
+            carry = replace(carry, fixed=self._prefix(persistent, rows))
+        m, carry = self._remember(x, carry, rows, read_only)
+        prefix, window = _pair(carry.fixed), self._window(carry)
+        y, weights, window = self.attention(x, prefix, window, rows, rotary, output_attentions)
+        return Mixed(self.combine(y, m), weights, replace(carry, tails=window))
 
 
 class MemoryAsLayer(MemoryMixer):
     """MAL: the memory first, sliding-window attention on its output (Section 4.3, Eqs. 29-31).
 
-    Each is a layer with a residual connection of its own (Section 4.4): without the memory's, attention would see
-    nothing but what the memory made of a token, and the stack learned no more than how often words come.
+    Each has a residual connection of its own (Section 4.4). Without the memory's, attention would see nothing but the
+    memory's output, and the stack learned no more than how often words occur.
     """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
@@ -151,19 +161,18 @@ class MemoryAsLayer(MemoryMixer):
             fixed = _kept(
                 self.attention.keys_values(self.norm(persistent() + outputs)), self.memory.dtype, rows.batch_size
             )
-        return self._carry(memory, self._empty_window(memory.tail.values, rows), fixed)
+        return self._new_carry(memory, rows, self._empty_window(memory.tail.values, rows), fixed)
 
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
-        before = rows.start(past, lambda: self.begin(persistent, rows))
-        m, memory, written = self._remember(x, before, rows, read_only)
-        prefix, window = _pair(before.fixed), self._window(before)
+        carry = rows.start(past, lambda: self.begin(persistent, rows))
+        m, carry = self._remember(x, carry, rows, read_only)
+        prefix, window = _pair(carry.fixed), self._window(carry)
         y, weights, window = self.attention(self.norm(x + m), prefix, window, rows, rotary, output_attentions)
-        carry = self._carry(memory, window, before.fixed)
-        return Mixed(m + y, weights, carry, before, written)
+        return Mixed(m + y, weights, replace(carry, tails=window))
 
 
 def _kept(keys_values: tuple[Tensor, Tensor], dtype: torch.dtype, batch_size: int) -> dict[str, Tensor]:
-    """The prefix for a carry: a row of it for each of the batch, in the model's dtype whatever autocast made of it."""
+    """The prefix for a carry: one copy for each row of the batch, in the model's dtype whatever autocast chose."""
     rows = (x.to(dtype).expand(batch_size, -1, -1, -1) for x in keys_values)
     return dict(zip(PREFIX, rows, strict=True))
 
@@ -176,13 +185,26 @@ def _pair(fixed: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
 SEGMENT_TAILS = ("segment_keys", "segment_values")  # of pairs: the retrieved token, and the segment's own
 
 
-class MemoryAsContext(nn.Module):
-    """MAC: what the memory holds for a segment stands before it in attention's context (Section 4.1, Eqs. 21-25)."""
+@dataclass
+class Piece:
+    """Tokens of one pass that lie in one segment.
+
+    Attributes:
+        part: which tokens of the pass they are.
+        places: [B] tokens that each row's open segment had before.
+        closes: whether they close a segment that an earlier pass has opened.
+    """
+
+    part: Part
+    places: Tensor
+    closes: bool = False
+
+
+class MemoryAsContext(MemoryMixer):
+    """MAC: what the memory holds for a segment precedes it in attention's context (Section 4.1, Eqs. 21-25)."""
 
     def __init__(self, config: TitansConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.memory = NeuralMemory(config)
+        super().__init__(config)
         self.attention = SegmentAttention(config, layer_idx)
         self.write_norm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.combine = Combine(config)
@@ -192,42 +214,42 @@ class MemoryAsContext(nn.Module):
         slots = config.segment_size - 1 + rows.spare
         empty = Tail(x.new_zeros(rows.batch_size, slots, 2, config.num_key_value_heads, config.head_dim))
         queries = memory.tail.map(lambda x: x[..., : x.shape[-1] // 3])
-        tails = {"conv": memory.tail, "conv_retrieval": queries, **dict.fromkeys(SEGMENT_TAILS, empty)}
-        fixed = self._prefix(persistent, rows, rotary)
-        return LayerCarry(memory.state.opened(config.memory_chunk_size), tails, fixed, memory.state.weights)
+        tails = {"conv_retrieval": queries, **dict.fromkeys(SEGMENT_TAILS, empty)}
+        return self._new_carry(memory, rows, tails, self._prefix(persistent, rows, rotary), memory.state.weights)
 
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
-        before = rows.start(past, lambda: self.begin(x, persistent, rows, rotary))
-        C = self.config.segment_size
-        places = None if rows.fresh is True else rows.seen % C
-        cut = RowCut.at_next_line(places, rows.lengths, rows.width, C)
-        retrieval, tail = self.memory.queries(x, before.tails["conv_retrieval"], rows.lengths)
-        tokens = (retrieval, self.attention.queries(x), *self.attention.keys_values(x))
-        fixed = before.fixed
+        carry = rows.start(past, lambda: self.begin(x, persistent, rows, rotary))
         if past is not None and torch.is_grad_enabled():  # gradients of this pass, too, reach the persistent tokens
-            fixed = self._prefix(persistent, rows, rotary)
+            carry = replace(carry, fixed=self._prefix(persistent, rows, rotary))
+        retrieval, tail = self.memory.queries(x, carry.tails["conv_retrieval"], rows.lengths)
+        carry = replace(carry, tails={**carry.tails, "conv_retrieval": tail})
+        tokens = (retrieval, self.attention.queries(x), *self.attention.keys_values(x))
 
-        carry = LayerCarry(before.memory, {**before.tails, "conv_retrieval": tail}, fixed, before.segment_weights)
-        parts = []
-        for piece in self._pieces(cut, tokens, places, rows):
-            part, carry = self._piece(piece, carry, rows, rotary, read_only, output_attentions)
-            parts.append(part)
-        return self._join(cut, parts, carry, before, rows)
+        places = None if rows.fresh is True else rows.seen % self.config.segment_size
+        cut = GridCut.of(places, rows.lengths, rows.width, self.config.segment_size)
+        outputs, maps = [], []
+        for piece in self._pieces(cut, places, rows):
+            out, weights, carry = self._piece(piece, tokens, carry, rows, rotary, read_only, output_attentions)
+            outputs.append(out)
+            maps.append(weights)
+        if rows.keep:
+            carry = self._finished(carry, rows)
+        return Mixed(_joined(cut, outputs), self._joined_maps(cut, maps, rows), carry)
 
-    def _pieces(self, cut: RowCut, tokens, places: Tensor | None, rows: Rows):
-        """The pass in pieces that end where a segment ends: (tokens, real tokens per row, places in the segment)."""
-        C, on_line = self.config.segment_size, torch.zeros_like(rows.seen)
-        if cut.head_width:
-            yield [cut.head(x) for x in tokens], cut.head_counts, places, True
-        if cut.body_width:
-            body = [cut.body(x) for x in tokens]
-            for start in range(0, cut.body_width, C):
-                counts = None if cut.body_counts is None else (cut.body_counts - start).clamp(0, C)
-                yield [x[:, start : start + C] for x in body], counts, on_line, False
+    def _pieces(self, cut: GridCut, places: Tensor | None, rows: Rows) -> Iterator[Piece]:
+        """The pass in pieces that end where a segment ends."""
+        C, at_boundary = self.config.segment_size, torch.zeros_like(rows.seen)
+        if cut.head.width:
+            yield Piece(cut.head, places, closes=True)
+        for n in range(cut.cells.width // C):
+            yield Piece(cut.cells.cell(n, C), at_boundary)
+        if cut.rest.width:
+            yield Piece(cut.rest, at_boundary)
 
-    def _piece(self, piece, carry: LayerCarry, rows: Rows, rotary, read_only, output_attentions):
+    def _piece(self, piece: Piece, tokens, carry: LayerCarry, rows: Rows, rotary, read_only, output_attentions):
         """Retrieve, attend, write and read (Eqs. 21-25) for tokens of one segment."""
-        (retrieval, q, k, v), counts, places, is_head = piece
+        retrieval, q, k, v = (piece.part.of(x) for x in tokens)
+        counts, places = piece.part.counts, piece.places
         C, P, T = self.config.segment_size, self.config.num_persistent_tokens, q.shape[1]
         slots = places[:, None] + torch.arange(T, device=q.device)
         retrieved_at, segment_at = rotary.at(q, P + slots), rotary.at(q, P + C + slots)
@@ -236,22 +258,17 @@ class MemoryAsContext(nn.Module):
         kv = [torch.stack(pair, dim=2) for pair in ((rotate(h_k, retrieved_at), rotate(k, segment_at)), (h_v, v))]
         tails, past = {}, 0
         if rows.keep:
-            past = min(C - 1, rows.reach) if is_head else 0
+            past = min(C - 1, rows.reach) if piece.closes else 0
             for i, name in enumerate(SEGMENT_TAILS):
                 extended, tails[name] = carry.tails[name].go_on(kv[i], counts)
                 kv[i] = extended[:, extended.shape[1] - past - T :]
-        prefix, q = _pair(carry.fixed), rotate(q, segment_at)
-        y, weights = self.attention(q, kv, prefix, past, places, output_attentions)
-        m, memory, written = self.memory(
-            self.write_norm(y), MemoryCarry(carry.memory, carry.tails["conv"]), counts, read_only
-        )
-        carry = LayerCarry(
-            memory.state,
-            {**carry.tails, "conv": memory.tail, **tails},
-            carry.fixed,
-            self._segment_start(carry, memory.state, places + (T if counts is None else counts)),
-        )
-        return Mixed(self.combine(y, m), weights, written=written), carry
+        y, weights = self.attention(rotate(q, segment_at), kv, _pair(carry.fixed), past, places, output_attentions)
+        m, memory, written = self.memory(self.write_norm(y), carry.own, counts, read_only)
+        segment = self._segment_start(carry, memory.state, places + (T if counts is None else counts))
+        carry = replace(carry, own=memory, tails={**carry.tails, **tails}, segment_weights=segment)
+        if rows.width <= LOG_LIMIT:
+            carry = self._noted(carry, written, counts, rows, read_only)
+        return self.combine(y, m), weights, carry
 
     def _segment_start(self, carry: LayerCarry, state: MemoryState, places: Tensor) -> tuple[Tensor, ...]:
         """The memory that the next token retrieves from: the present one for rows whose segment is complete."""
@@ -262,7 +279,13 @@ class MemoryAsContext(nn.Module):
         weights, _ = state.current()
         if reached is not None and all(reached):
             return weights
-        return tuple(where_rows(complete, *pair) for pair in zip(weights, carry.segment_weights, strict=True))
+        return where_all(complete, weights, carry.segment_weights)
+
+    def _finished(self, carry: LayerCarry, rows: Rows) -> LayerCarry:
+        """The carry for the cache: open-chunk fields present, and a new log behind a pass too long for one."""
+        carry = replace(carry, own=carry.own.opened(self.config.memory_chunk_size))
+        too_long = carry.log is not None and rows.width > LOG_LIMIT
+        return carry.restarting(rows.seen_after()) if too_long else carry
 
     def _prefix(self, persistent: Persistent | None, rows: Rows, rotary) -> dict[str, Tensor]:
         if persistent is None:
@@ -271,26 +294,20 @@ class MemoryAsContext(nn.Module):
         k = rotate(k, rotary.at(k, torch.arange(k.shape[1], device=k.device)))
         return _kept((k, v), self.memory.dtype, rows.batch_size)
 
-    def _join(self, cut: RowCut, parts: list[Mixed], carry: LayerCarry, before: LayerCarry, rows: Rows) -> Mixed:
-        """The pieces of the pass as one: outputs, attention weights and written tokens in the order of the tokens."""
-        heads = 1 if cut.head_width else 0
+    def _joined_maps(self, cut: GridCut, maps: list[Tensor | None], rows: Rows) -> Tensor | None:
+        """The attention weights of the pieces as one map, by input column."""
+        if maps[0] is None:
+            return None
+        joined = _joined(cut, [weights.transpose(1, 2) for weights in maps])  # [B, T, H, columns]
+        return (joined if rows.packed is None else rows.packed.unpack(joined)).transpose(1, 2)
 
-        def join(pick: Callable[[Mixed], Tensor]) -> Tensor:
-            found = [pick(part) for part in parts]
-            body = torch.cat(found[heads:], dim=1) if found[heads:] else None
-            return cut.join(found[0] if heads else None, body)
 
-        attention = None
-        if parts[0].attention is not None:
-            attention = join(lambda part: part.attention.transpose(1, 2))  # [B, T, H, columns]
-            attention = (attention if rows.packed is None else rows.packed.unpack(attention)).transpose(1, 2)
-        written = None
-        if rows.keep:
-            written = Written(
-                *(join(lambda part, name=name: getattr(part.written, name)) for name in ("k", "v", "gates"))
-            )
-        carry.memory = carry.memory.opened(self.config.memory_chunk_size)
-        return Mixed(join(lambda part: part.out), attention, carry, before, written)
+def _joined(cut: GridCut, outputs: list[Tensor]) -> Tensor:
+    """Outputs of the pieces of a pass, in the order of its tokens."""
+    outputs = list(outputs)
+    head = outputs.pop(0) if cut.head.width else None
+    rest = outputs.pop() if cut.rest.width else None
+    return cut.join(head, torch.cat(outputs, dim=1) if outputs else None, rest)
 
 
 MIXERS = {"mac": MemoryAsContext, "mag": MemoryAsGate, "mal": MemoryAsLayer, "lmm": MemoryAlone}

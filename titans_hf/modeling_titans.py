@@ -14,7 +14,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.dynamic_module_utils import get_relative_import_files
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationMixin, GenerationMode
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
@@ -37,7 +37,7 @@ except ImportError:
 
 from .attention_titans import Rows, SegmentAttention, TitansRotaryEmbedding
 from .cache_titans import TitansCache, TitansCacheLayer, check_cache, hide_past
-from .carry_titans import LOG_LIMIT, REWIND, Step
+from .carry_titans import LOG_LIMIT, REWIND
 from .configuration_titans import TitansConfig
 from .documents_titans import Documents, find_documents
 from .memory_layer import CausalConv, MemoryStart, NeuralMemory, TitansRMSNorm, WriteGates
@@ -45,8 +45,6 @@ from .mixers_titans import MIXERS, BranchNorm, Mixed
 from .rows import PackedRows
 from .surprise import SurpriseTrace, trace
 from .tails import Tail
-
-OUTPUT = "output"  # the tail of a cache's last layer that keeps the model's last outputs
 
 
 class TitansMLP(nn.Module):
@@ -95,15 +93,14 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
                 rows.apart(normed, lambda x, own: self.mixer(x, persistent, own, None, rotary, read_only).out)
             )
         else:
-            past = None if layer is None or layer.carry is None else layer.carry.without(OUTPUT)
+            past = None if layer is None else layer.carry
             mixed = self.mixer(normed, persistent, rows, past, rotary, read_only, output_attentions)
         hidden_states = hidden_states + mixed.out
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         if layer is not None:
             if self.is_last:
-                mixed.carry.tails[OUTPUT] = self._outputs(layer, hidden_states, rows)
-            step = Step(rows.seen, rows.lengths, rows.width, rows.fresh, mixed.before, mixed.written, read_only)
-            layer.store(step, mixed.carry)
+                mixed.carry.outputs = self._outputs(layer, hidden_states, rows)
+            layer.store(mixed.carry, rows.seen_after())
         return hidden_states, mixed.attention
 
     def _outputs(self, layer: TitansCacheLayer, hidden_states: Tensor, rows: Rows) -> Tail:
@@ -111,7 +108,7 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         if layer.carry is None:
             past = Tail(hidden_states.new_zeros(rows.batch_size, 1 + rows.spare, hidden_states.shape[-1]))
         else:
-            past = layer.carry.tails[OUTPUT]
+            past = layer.carry.outputs
         return past.after([hidden_states], rows.lengths)
 
 
@@ -305,15 +302,15 @@ class TitansModel(TitansPreTrainedModel):
         return states, attentions, packed
 
     def _passes(self, embeds: Tensor, mask: Tensor | None, cache: Cache | None, whole: bool):
-        """The tokens as one pass, or as two when a long input fills a croppable cache.
+        """The tokens as one pass, or as two when a long input fills a cache that can be cropped.
 
         The cache can go back `REWIND` tokens: these are read in a pass of their own, from a state that it keeps.
         """
         layer = None if cache is None else cache.layers[0]
-        croppable = layer is not None and layer.is_croppable and not whole and not torch.compiler.is_compiling()
+        rewinds = layer is not None and layer.spare and not whole and not torch.compiler.is_compiling()
         if mask is None:
             T, last = embeds.shape[1], 0
-            if croppable and T > LOG_LIMIT:
+            if rewinds and T > LOG_LIMIT:
                 last = REWIND
                 chunk = self.config.memory_chunk_size
                 if chunk <= REWIND:  # end the first pass on the chunk grid where rows agree: no chunk is torn
@@ -323,7 +320,7 @@ class TitansModel(TitansPreTrainedModel):
                     yield x, Rows.of(x, None, layer), None
             return
         parts, rank = [mask], mask.cumsum(1)
-        if croppable and int(rank[:, -1].max()) > LOG_LIMIT:
+        if rewinds and int(rank[:, -1].max()) > LOG_LIMIT:
             first = mask & (rank <= rank[:, -1:] - REWIND)
             parts = [first, mask & ~first]
         for part in parts:
@@ -408,9 +405,9 @@ class TitansModel(TitansPreTrainedModel):
 def _last_output(cache: Cache) -> Tensor | None:
     """[B, hidden] the output of each row's last token, zeros where it has read none."""
     layer = cache.layers[-1]
-    if layer.carry is None or OUTPUT not in layer.carry.tails:
+    if layer.carry is None or layer.carry.outputs is None:
         return None
-    last = layer.carry.tails[OUTPUT].last(1)[:, 0]
+    last = layer.carry.outputs.last(1)[:, 0]
     return last.masked_fill((layer.seen == 0)[:, None], 0.0)
 
 
@@ -505,8 +502,11 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
         drafts.update_candidate_strategy = update_within_limit
         return drafts
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        """As in transformers, with a `TitansCache` where it would make a `DynamicCache`: that can be cloned."""
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
+        """As in transformers, with a `TitansCache` where it would make a `DynamicCache`: that can be cloned.
+
+        It can be cropped where drafts are taken back, and where it is returned; else the log for it is left out.
+        """
         kind = generation_config.cache_implementation
         if kind is not None and kind not in ("dynamic", "static"):
             raise ValueError(
@@ -515,9 +515,11 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
             )
         asked_for = model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False
         if asked_for and kind != "static":
-            model_kwargs["past_key_values"] = TitansCache(self.config)
+            drafts = generation_mode == GenerationMode.ASSISTED_GENERATION
+            rewind = drafts or bool(generation_config.return_dict_in_generate)
+            model_kwargs["past_key_values"] = TitansCache(self.config, rewind)
         else:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
 
 
 class TitansForSequenceClassification(GenericForSequenceClassification, TitansPreTrainedModel):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .fast_paths import without_values
+
 
 def take(x: Tensor, index: Tensor) -> Tensor:
     """Pick tokens `index` [B, Q] of every row of `x` [B, T, ...]."""
@@ -25,13 +27,8 @@ def on_host(counts: Tensor | None) -> list[int] | None:
     return None if counts is None or without_values(counts) else counts.tolist()
 
 
-def without_values(x: Tensor) -> bool:
-    """Whether only shapes are computed: `torch.compile` traces, or the tensor is on the meta device."""
-    return torch.compiler.is_compiling() or x.is_meta
-
-
 def compact(x: Tensor) -> Tensor:
-    """A tensor that owns just its own bytes: a view would keep a whole prefill alive."""
+    """A tensor that holds just its own bytes: a view would keep a whole prefill alive."""
     if torch.compiler.is_compiling():  # sizes may be symbols
         return x.clone()
     return x if x.untyped_storage().nbytes() == x.nbytes and x.is_contiguous() else x.clone()
@@ -78,77 +75,104 @@ class PackedRows:
 
 
 @dataclass
-class RowCut:
-    """Cuts the tokens of every row in two: a head, and the body behind it.
+class Part:
+    """Some of the tokens of every row.
 
     Attributes:
-        width: token columns before the cut.
-        head_width, body_width: columns of the two parts, as wide as their longest row; never both 0.
-        head_counts, body_counts: [B] tokens of each row; None where every row fills the part. With head counts of None
-            both parts are plain slices.
+        start: where they start: one place for all rows, or [B].
+        width: token columns, as many as the longest row needs.
+        counts: [B] tokens that each row has; None means all of `width`.
     """
 
+    start: int | Tensor = 0
+    width: int = 0
+    counts: Tensor | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """The part of [B, T, ...]; columns behind a row's last token repeat some other token."""
+        if isinstance(self.start, int):
+            return x[:, self.start : self.start + self.width]
+        index = self.start[:, None] + torch.arange(self.width, device=x.device)
+        return take(x, index.clamp(max=x.shape[1] - 1))
+
+    def cell(self, n: int, period: int) -> "Part":
+        """The n-th cell of a part that consists of whole cells."""
+        counts = None if self.counts is None else (self.counts - n * period).clamp(0, period)
+        return Part(self.start + n * period, period, counts)
+
+
+@dataclass
+class GridCut:
+    """The tokens of every row, cut at the boundaries of a grid of cells (chunks or segments).
+
+    Attributes:
+        head: closes the cell that is open.
+        cells: whole cells, from boundary to boundary.
+        rest: opens the next cell.
+        width: token columns before the cut.
+    """
+
+    head: Part
+    cells: Part
+    rest: Part
     width: int
-    head_width: int
-    body_width: int
-    head_counts: Tensor | None = None
-    body_counts: Tensor | None = None
 
     @classmethod
-    def at_next_line(cls, offset: Tensor | None, lengths: Tensor | None, width: int, period: int) -> "RowCut":
-        """Cut at each row's next grid line: the head closes the cell that is open, the body starts on a line.
+    def of(cls, offset: Tensor | None, lengths: Tensor | None, width: int, period: int) -> "GridCut":
+        """Cut `width` token columns.
 
         Args:
-            offset: [B] tokens already in each row's open cell, None when every row stands on a line.
-            lengths: [B] new real tokens of each row (at the front), None when every row has `width`.
-            width: number of token columns.
-            period: grid spacing.
+            offset: [B] tokens already in each row's open cell; None when every row is at a boundary.
+            lengths: [B] new tokens of each row (at the front); None when every row has `width`.
+            period: tokens of a cell.
         """
-        if offset is not None and width == 1:  # a decoding step: into the open cell, wherever the row stands
-            return cls(width, 1, 0, lengths)
-        places = on_host(offset)
-        if offset is None or (places is not None and not any(places)):
-            return cls(width, 0, width, None, lengths)
-        if lengths is None and places is not None and len(set(places)) == 1:
-            head = min(width, period - places[0])
-            return cls(width, head, width - head)
-        lengths = torch.full_like(offset, width) if lengths is None else lengths
-        counts = torch.minimum(lengths, period - offset)
-        if places is None:
-            return cls(width, min(width, period), width - 1, counts, lengths - counts)
-        counts = counts.where(offset > 0, 0)
-        head = max(on_host(counts))
-        return cls(width, head, max(*on_host(lengths - counts), 0 if head else 1), counts, lengths - counts)
+        if offset is not None and width == 1:  # a decoding step: into the open cell, wherever the row is
+            return cls(Part(0, 1, lengths), Part(), Part(), width)
+        if any(x is not None and without_values(x) for x in (offset, lengths)):
+            return cls._by_bounds(offset, lengths, width, period)
+        places = set(on_host(offset) or [0])
+        if lengths is None and len(places) == 1:
+            head = min(width, -places.pop() % period)
+            whole = (width - head) // period * period
+            return cls(Part(0, head), Part(head, whole), Part(head + whole, width - head - whole), width)
+        return cls._by_row(offset, lengths, width, period)
 
     @classmethod
-    def at_last_line(cls, lengths: Tensor | None, width: int, period: int) -> "RowCut":
-        """Cut rows that start on a line at the last line they reach: whole cells in the head, the rest in the body."""
-        if lengths is None:
-            return cls(width, width // period * period, width % period)
-        counts = lengths // period * period
-        rest = lengths - counts
-        if on_host(lengths) is None:
-            return cls(width, width // period * period, min(width, period), counts, rest)
-        head = max(on_host(counts))
-        return cls(width, head, max(*on_host(rest), 0 if head else 1), counts, rest)
+    def _by_row(cls, offset: Tensor | None, lengths: Tensor | None, width: int, period: int) -> "GridCut":
+        """Every row has boundaries of its own."""
+        lengths = torch.full_like(offset, width) if lengths is None else lengths
+        head = torch.zeros_like(lengths) if offset is None else torch.minimum(lengths, -offset % period)
+        whole = (lengths - head) // period * period
+        rest = lengths - head - whole
+        widths = [max(on_host(counts)) for counts in (head, whole, rest)]
+        if not any(widths):
+            widths[-1] = 1  # no row has a token: one column, which nobody reads
+        starts = (0, head if widths[0] else 0, head + whole if widths[0] or widths[1] else 0)
+        return cls(*map(Part, starts, widths, (head, whole, rest)), width)
 
-    def head(self, x: Tensor) -> Tensor:
-        return x[:, : self.head_width]
+    @classmethod
+    def _by_bounds(cls, offset: Tensor | None, lengths: Tensor | None, width: int, period: int) -> "GridCut":
+        """Only shapes are known: every part is as wide as it could be."""
+        if offset is None:
+            whole = lengths // period * period
+            cells = Part(0, width // period * period, whole)
+            return cls(Part(), cells, Part(whole, min(width, period), lengths - whole), width)
+        lengths = torch.full_like(offset, width) if lengths is None else lengths
+        head = torch.minimum(lengths, period - offset)
+        whole = (lengths - head) // period * period
+        widths = (min(width, period), (width - 1) // period * period, min(width - 1, period))
+        starts, counts = (0, head, head + whole), (head, whole, lengths - head - whole)
+        return cls(*map(Part, starts, widths, counts), width)
 
-    def body(self, x: Tensor) -> Tensor:
-        if self.head_counts is None:
-            return x[:, self.head_width :]
-        index = self.head_counts[:, None] + torch.arange(self.body_width, device=x.device)
-        return take(x, index.clamp(max=self.width - 1))
-
-    def join(self, head: Tensor | None, body: Tensor | None) -> Tensor:
-        """Outputs of head and body, back in the order of the tokens they were cut from."""
-        parts = [part for part in (head, body) if part is not None]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        if self.head_counts is None:
+    def join(self, *outputs: Tensor | None) -> Tensor:
+        """Outputs of head, cells and rest, None for empty parts, in the order of the tokens they were cut from."""
+        parts = [(part, y) for part, y in zip((self.head, self.cells, self.rest), outputs, strict=True) if part.width]
+        joined = parts[0][1] if len(parts) == 1 else torch.cat([y for _, y in parts], dim=1)
+        if joined.shape[1] == self.width and all(isinstance(part.start, int) for part, _ in parts):
             return joined
-        token = torch.arange(self.width, device=joined.device)
-        index = torch.where(
-            token < self.head_counts[:, None], token, self.head_width + token - self.head_counts[:, None]
-        )
+        token, index, column = torch.arange(self.width, device=joined.device), 0, 0
+        for part, _ in parts:
+            start = part.start if isinstance(part.start, int) else part.start[:, None]
+            index = torch.where(token >= start, column + token - start, index)
+            column += part.width
         return take(joined, index.clamp(max=joined.shape[1] - 1))

@@ -15,17 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from .cache_titans import TitansCache
+from .memory_closed_form import Coefficients, advance, chunk_coefficients, gradient_factors, read_tokens
 from .memory_layer import NeuralMemory
-from .memory_ops import (
-    Coefficients,
-    MemoryState,
-    advance,
-    chunk_coefficients,
-    given_back,
-    gradient_factors,
-    read_tokens,
-    recall,
-)
+from .memory_ops import recall
+from .memory_rule import Rule
+from .memory_state import MemoryState
 from .snapshots import whole_file
 
 FIELDS = ("surprise", "scale", "theta", "eta", "alpha", "norm")
@@ -179,13 +173,13 @@ def _note_into(parts: list[dict[str, Tensor]]):
         k, v = (x[:, real].transpose(1, 2) for x in (written.k, written.v))  # [1, H, T, D]
         gates = written.gates[:, real].permute(2, 0, 3, 1)  # [3, 1, H, T]
         look = _look_back if read_only else _look_on
-        found = look(carry.state, k, v, gates, memory.chunk_size, memory.max_surprise)
+        found = look(carry.state, k, v, gates, memory.chunk_size, memory.rule)
         parts.append({name: x[0].cpu() for name, x in zip(FIELDS, found, strict=True)})
 
     return note
 
 
-def _look_on(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor, chunk_size: int, max_surprise: float | None):
+def _look_on(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor, chunk_size: int, rule: Rule):
     """The fields of a trace, each [B, H, T], for tokens that are written from the given state on."""
     k, v, gates = (x.to(state.weights[0].dtype) for x in (k, v, gates))
     state = state.opened(chunk_size)
@@ -193,7 +187,7 @@ def _look_on(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor, chunk_size
     start, found = 0, []
     while start < k.shape[2]:
         part = slice(start, start + chunk_size - place)
-        inputs, errors = gradient_factors(weights, k[:, :, part], v[:, :, part], max_surprise)
+        inputs, errors = gradient_factors(rule, weights, k[:, :, part], v[:, :, part])
         open_gates = gates[..., part]
         if place:  # the chunk was open: its first tokens belong to it
             inputs = _behind(state.inputs, inputs, place, dim=-2)
@@ -205,7 +199,7 @@ def _look_on(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor, chunk_size
         found.append(((answers - v[:, :, part]).square().sum(-1), norm))
         weights, momentum = advance(weights, momentum, inputs, errors, after.last())
         if state.start is not None:
-            weights = given_back(weights, state.start, after.last().A)
+            weights = rule.at_boundary(weights, state.start, after.last().A)
             if open_gates[0].shape[-1] == chunk_size:  # the chunk is complete: its last token leaves it so
                 norm[..., -1] = _norm(weights)
         start, place = part.stop, 0

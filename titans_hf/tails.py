@@ -1,4 +1,4 @@
-"""The last tokens of every row, carried from call to call.
+"""The last tokens of every row, carried from call to call, and the rule by which carried buffers grow in place.
 
 Axis letters: B batch, T new tokens.
 """
@@ -8,24 +8,38 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .rows import take, where_rows
+from .fast_paths import takes
+from .rows import compact, take, where_rows
 
-ROOM = 64  # tokens that can be appended before the tail has to move
+ROOM = 16  # tokens that can be appended before a tail has to move
 
 
-class _Cursor:
-    """How far a buffer is filled. All tails in the buffer share it: the one that ends here may append."""
+class Cursor:
+    """Who may append to a shared buffer: whatever ends where the cursor stands.
+
+    Values that are carried from call to call (`Tail`, `memory_step.ChunkWriter`) are never changed. A value that is one
+    token longer may still share its buffer with the one before, because neither looks beyond its own end. Only the
+    longest may append in place; any other value, and any value of autograd or of inference mode outside of it, copies
+    the buffer first. Copies and pickles have a cursor of their own.
+    """
 
     def __init__(self, end: int):
         self.end = end
+
+    def allows(self, end: int, buffer: Tensor) -> bool:
+        """Whether a value with that end may append to the buffer."""
+        return self.end == end and (torch.is_inference_mode_enabled() or not buffer.is_inference())
+
+    def retire(self) -> None:
+        """Allow nobody to append any more."""
+        self.end = -1
 
 
 class Tail:
     """The last `size` tokens of every row, [B, size, ...], right-aligned: the newest is last.
 
-    They lie in a buffer with room behind them. Going on writes there, where no older tail looks: a decoding step copies
-    no more than its token. What goes on from the same tail a second time, or from one that is shared, moves to a buffer
-    of its own. Under autograd, while compiling, and where rows have different numbers of tokens, everything is copied.
+    They lie in a buffer with room behind them, so that a decoding step writes its own token and copies nothing. Under
+    autograd, in `torch.compile`, and where rows have different numbers of new tokens, everything is copied.
 
     Attributes:
         buffer: what is kept in memory for it.
@@ -36,7 +50,7 @@ class Tail:
         self.buffer, self._end, self._cursor = values, self.size, None
 
     @classmethod
-    def _in(cls, buffer: Tensor, end: int, size: int, cursor: _Cursor | None) -> "Tail":
+    def _in(cls, buffer: Tensor, end: int, size: int, cursor: Cursor | None) -> "Tail":
         tail = cls.__new__(cls)
         tail.buffer, tail._end, tail.size, tail._cursor = buffer, end, size, cursor
         return tail
@@ -67,18 +81,18 @@ class Tail:
 
     def settled(self) -> "Tail":
         """The same tail in a buffer that holds nothing else: a view would keep a whole prefill alive."""
-        if torch.compiler.is_compiling():  # sizes may be symbols
-            return Tail(self.values.clone())
+        if torch.compiler.is_compiling():
+            return Tail(compact(self.values))
         return self if self._cursor is not None else self._moved()
 
     def _moved(self) -> "Tail":
         values = self.values
         room = values.new_zeros(values.shape[0], ROOM, *values.shape[2:])
-        cursor = None if torch.is_grad_enabled() else _Cursor(self.size)
+        cursor = Cursor(self.size) if takes("append") else None
         return Tail._in(torch.cat((values, room), dim=1), self.size, self.size, cursor)
 
     def go_on(self, new: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, "Tail"]:
-        """Read on: [the tail | the new tokens], [B, size + T, ...], and the tail after each row's last new token.
+        """Append tokens: returns [the tail | the new tokens], [B, size + T, ...], and the tail after each row's last.
 
         Args:
             new: [B, T, ...].
@@ -86,7 +100,7 @@ class Tail:
         """
         T, new = new.shape[1], new.to(self.buffer.dtype)  # under autocast they may differ
         self._retire()
-        if lengths is not None or T > ROOM or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if lengths is not None or T > ROOM or not takes("append"):
             extended = torch.cat((self.values, new), dim=1)
             return extended, Tail(_last(extended, lengths, self.size))
         home = self if self._may_append(T) else self._moved()
@@ -96,20 +110,16 @@ class Tail:
         return home.buffer[:, end - T - self.size : end], Tail._in(home.buffer, end, self.size, home._cursor)
 
     def _retire(self) -> None:
-        """What autograd may keep of the buffer is not written on later."""
-        if torch.is_grad_enabled() and self._cursor is not None:
-            self._cursor.end = -1
+        """Autograd may keep the buffer: nobody writes to it later."""
+        if self._cursor is not None and torch.is_grad_enabled():
+            self._cursor.retire()
 
     def _may_append(self, T: int) -> bool:
-        return (
-            self._cursor is not None
-            and self._cursor.end == self._end
-            and self._end + T <= self.buffer.shape[1]
-            and (torch.is_inference_mode_enabled() or not self.buffer.is_inference())
-        )
+        fits = self._end + T <= self.buffer.shape[1]
+        return fits and self._cursor is not None and self._cursor.allows(self._end, self.buffer)
 
     def after(self, new: Sequence[Tensor], lengths: Tensor | None = None) -> "Tail":
-        """`go_on` for new tokens whose last axis comes in parts, without joining more of them than the tail keeps."""
+        """The tail after new tokens whose last axis comes in parts; joins no more of them than the tail keeps."""
         T = new[0].shape[1]
         if lengths is None and self.size <= T:
             self._retire()

@@ -11,7 +11,7 @@ B: rows, T: tokens of the longest, P: tokens of a piece, V: vocabulary.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from lm_eval.models.huggingface import HFLM
@@ -73,8 +73,7 @@ def lines(requests: list[tuple]) -> list[Line]:
 def put_back(cache: TitansCache, start: TitansCache) -> None:
     """Give every layer the memory of `start`, and leave it everything else."""
     for layer, fresh in zip(cache.layers, start.layers):
-        memory, segment = fresh.carry.memory.map(torch.clone), fresh.carry.segment_weights
-        layer.carry = replace(layer.carry, memory=memory, segment_weights=segment)
+        layer.take_memory_of(fresh)
 
 
 class CheckedLM(HFLM):

@@ -1,0 +1,82 @@
+"""The one place that decides between a fast path and the plain one, and in which precision the memory computes.
+
+Every fast path computes what a plain path computes too, and works in eager mode only: `torch.compile` and `torch.func`
+trace or transform the plain path, because they cannot look into a hand-written backward or a buffer filled in place.
+`forced` pins any choice, so that a test can run both paths on the same input.
+
+| path | what is fast | taken when |
+|---|---|---|
+| `chunks` | whole chunks with a hand-written backward (`memory_chunks`) | eager mode |
+| `step` | one token into the open chunk, in place (`memory_step`) | eager mode, one token, no gradients |
+| `tokens` | fused convolution and gated norm (`memory_tokens`) | eager mode, more than `FEW` tokens |
+| `norm` | an RMS norm in three calls | eager mode, at most `FEW` tokens, no gradients |
+| `query` | sliding-window attention of a single query | eager mode, one token, no gradients |
+| `append` | a carried buffer grows in place (`tails`) | eager mode, no gradients |
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+PATHS = ("chunks", "step", "tokens", "norm", "query", "append")
+WITHOUT_GRADIENTS = ("step", "norm", "query", "append")
+FEW = 8  # tokens: with no more of them, the cost of a call is the number of torch operations in it
+
+_forced: dict[str, bool] = {}
+
+
+def takes(path: str, tokens: int = 1) -> bool:
+    """Whether to take a fast path for a call with that many tokens."""
+    if path in _forced:
+        return _forced[path]
+    if path in WITHOUT_GRADIENTS and torch.is_grad_enabled():
+        return False
+    if path in ("step", "query") and tokens != 1:
+        return False
+    if (path == "tokens" and tokens <= FEW) or (path == "norm" and tokens > FEW):
+        return False
+    return eager_mode()
+
+
+@contextmanager
+def forced(**choices: bool) -> Iterator[None]:
+    """Take (True) or avoid (False) the named paths: `with forced(chunks=False, step=False): ...`."""
+    unknown = choices.keys() - set(PATHS)
+    if unknown:
+        raise ValueError(f"`forced` knows the paths {PATHS}, got {sorted(unknown)}")
+    before = dict(_forced)
+    _forced.update(choices)
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
+
+
+def eager_mode() -> bool:
+    """Whether torch runs operation by operation: neither `torch.compile` nor `torch.func` is at work."""
+    return not torch.compiler.is_compiling() and not inside_functorch()
+
+
+def inside_functorch() -> bool:
+    """Whether a transform of `torch.func` is active; such a transform only knows torch's own operations."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def without_values(x: Tensor) -> bool:
+    """Whether only shapes are computed: `torch.compile` traces, or the tensor is on the meta device."""
+    return torch.compiler.is_compiling() or x.is_meta
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of memory state and gate products: float32 under half precision, never less than the model's."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def without_autocast(x: Tensor):
+    """A context in which matrix products keep the state's precision, whatever autocast would choose."""
+    device = x.device.type
+    active = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if active else nullcontext()
