@@ -69,7 +69,7 @@ def test_pieces_join_without_a_seam(monkeypatch):
     found = []
     for at_a_time in (1, 6, 99):
         monkeypatch.setattr(memory_chunks, "SEQUENCES_AT_A_TIME", at_a_time)
-        y, W, S = memory_chunks.scan(1.0, None, tuple(starts[:2]), tuple(starts[2:]), None, *tokens)
+        y, W, S = memory_chunks.scan(Rule(1.0), tuple(starts[:2]), tuple(starts[2:]), None, tokens, None)
         found.append([y, *W, *S, *torch.autograd.grad(y.square().sum() + W[0].sum(), (*starts, *tokens))])
     for first, *others in zip(*found, strict=True):
         for other in others:
@@ -88,7 +88,7 @@ def test_the_derivative_passes_gradcheck(depth, cap, towards_start):
 
     def read(*inputs):
         tokens, weights, momentum = inputs[:6], inputs[6 : 6 + depth], inputs[6 + depth : 6 + 2 * depth]
-        y, W, S = memory_chunks.scan(cap, None, weights, momentum, inputs[6 + 2 * depth :], *tokens)
+        y, W, S = memory_chunks.scan(Rule(cap), weights, momentum, inputs[6 + 2 * depth :], tokens, None)
         return y, *W, *S
 
     assert gradcheck(read, inputs)
@@ -96,7 +96,7 @@ def test_the_derivative_passes_gradcheck(depth, cap, towards_start):
 
 def test_a_second_derivative_is_refused_rather_than_wrong():
     tokens, starts = chunked(B=1, N=1, C=2)
-    y, *_ = memory_chunks.scan(None, None, tuple(starts[:2]), tuple(starts[2:]), None, *tokens)
+    y, *_ = memory_chunks.scan(Rule(None), tuple(starts[:2]), tuple(starts[2:]), None, tokens, None)
     (first,) = torch.autograd.grad(y.square().sum(), starts[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
@@ -118,7 +118,7 @@ def test_reading_without_gradients_keeps_no_states(monkeypatch):
     for gradients in (False, True):
         born.clear(), most_alive.clear()
         with torch.set_grad_enabled(gradients):
-            memory_chunks.scan(None, None, tuple(starts[:2]), tuple(starts[2:]), None, *tokens)
+            memory_chunks.scan(Rule(None), tuple(starts[:2]), tuple(starts[2:]), None, tokens, None)
         assert max(most_alive) == 12 if gradients else max(most_alive) <= 3
 
 
@@ -127,7 +127,7 @@ def test_a_backward_under_autocast_keeps_its_precision():
     tokens = [x.transpose(1, 2).unflatten(2, (2, 3)).requires_grad_() for x in tokens]
     found = []
     for enabled in (False, True):
-        y, *_ = memory_chunks.scan(1.0, None, state.weights, state.momentum, None, *tokens)
+        y, *_ = memory_chunks.scan(Rule(1.0), state.weights, state.momentum, None, tokens, None)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             found.append(torch.autograd.grad(y.square().sum(), tokens))
     assert all(map(torch.equal, *found))

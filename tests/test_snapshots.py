@@ -129,9 +129,12 @@ def metadata_of(path):
         (lambda tensors, facts: tensors.update(extra=torch.zeros(1)), "not a cache's, see 'extra'"),
         (lambda tensors, facts: tensors["layers.1.memory.weights.0"].fill_(torch.nan), "not finite"),
         (lambda tensors, facts: tensors["layers.0.memory.length"].fill_(99), "length' is out of range"),
-        (lambda tensors, facts: tensors["layers.0.log.kind"].fill_(-1), "kind' is out of range"),
+        (lambda tensors, facts: tensors["layers.0.log.count"].fill_(-1), "count' is out of range"),
         (lambda tensors, facts: tensors.update({"layers.0.seen": torch.zeros(3, dtype=torch.long)}), "damaged: "),
-        (lambda tensors, facts: facts.update(state='{"columns": -4, "rewindable": 0, "cursor": 0}'), "`columns` is -4"),
+        (
+            lambda tensors, facts: facts.update(state='{"columns": -4, "rewindable": 0, "log_columns": 0}'),
+            "`columns` is -4",
+        ),
         (lambda tensors, facts: facts.update(state="[]"), "metadata are not a snapshot's"),
         (lambda tensors, facts: facts.update(state='{"columns": 4}'), "counters are not a cache's"),
         (lambda tensors, facts: facts.update(weights="[1]"), "metadata are not a snapshot's"),
@@ -139,7 +142,7 @@ def metadata_of(path):
         (lambda tensors, facts: facts.update(state="{"), "damaged, or not a snapshot"),
         (lambda tensors, facts: facts.update(config='{"variant": null}'), "it had `variant=None`"),
         (
-            lambda tensors, facts: facts.update(state='{"columns": 3, "rewindable": 9, "cursor": 9}'),
+            lambda tensors, facts: facts.update(state='{"columns": 3, "rewindable": 9, "log_columns": 9}'),
             "go back to before its first token",
         ),
         (lambda tensors, facts: facts.update(version="2"), "is of version 2; this titans-hf reads version 1"),
