@@ -1,7 +1,8 @@
 """The one place that decides between a fast path and the plain one, and in which precision the memory computes.
 
-Every fast path computes what a plain path computes too, and works in eager mode only: `torch.compile` and `torch.func`
-trace or transform the plain path, because they cannot look into a hand-written backward or a buffer filled in place.
+Every fast path computes what a plain path computes too, and works in eager mode only: while `torch.compile` traces or
+`torch.func` transforms, the plain path is taken, because neither can look into a hand-written backward or a buffer that
+is filled in place.
 `forced` pins any choice, so that a test can run both paths on the same input.
 
 | path | what is fast | taken when |
@@ -9,7 +10,6 @@ trace or transform the plain path, because they cannot look into a hand-written 
 | `chunks` | whole chunks with a hand-written backward (`memory_chunks`) | eager mode |
 | `step` | one token into the open chunk, in place (`memory_step`) | eager mode, one token, no gradients |
 | `tokens` | fused convolution and gated norm (`memory_tokens`) | eager mode, more than `FEW` tokens |
-| `norm` | an RMS norm in three calls | eager mode, at most `FEW` tokens, no gradients |
 | `query` | sliding-window attention of a single query | eager mode, one token, no gradients |
 | `append` | a carried buffer grows in place (`tails`) | eager mode, no gradients |
 """
@@ -20,9 +20,10 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-PATHS = ("chunks", "step", "tokens", "norm", "query", "append")
-WITHOUT_GRADIENTS = ("step", "norm", "query", "append")
-FEW = 8  # tokens: with no more of them, the cost of a call is the number of torch operations in it
+PATHS = ("chunks", "step", "tokens", "query", "append")
+WITHOUT_GRADIENTS = ("step", "query", "append")
+ONE_TOKEN = ("step", "query")
+FEW = 8  # tokens: with no more of them, torch's own operations are faster than the fused passes
 
 _forced: dict[str, bool] = {}
 
@@ -31,13 +32,11 @@ def takes(path: str, tokens: int = 1) -> bool:
     """Whether to take a fast path for a call with that many tokens."""
     if path in _forced:
         return _forced[path]
-    if path in WITHOUT_GRADIENTS and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and path in WITHOUT_GRADIENTS:
         return False
-    if path in ("step", "query") and tokens != 1:
+    if (tokens != 1 and path in ONE_TOKEN) or (tokens <= FEW and path == "tokens"):
         return False
-    if (path == "tokens" and tokens <= FEW) or (path == "norm" and tokens > FEW):
-        return False
-    return eager_mode()
+    return not torch.compiler.is_compiling() and not inside_functorch()
 
 
 @contextmanager
@@ -53,11 +52,6 @@ def forced(**choices: bool) -> Iterator[None]:
     finally:
         _forced.clear()
         _forced.update(before)
-
-
-def eager_mode() -> bool:
-    """Whether torch runs operation by operation: neither `torch.compile` nor `torch.func` is at work."""
-    return not torch.compiler.is_compiling() and not inside_functorch()
 
 
 def inside_functorch() -> bool:

@@ -15,7 +15,7 @@ from .fast_paths import state_dtype, takes
 from .memory_ops import neural_memory, recall
 from .memory_rule import rule_of
 from .memory_state import MemoryState
-from .memory_tokens import SMALLEST, conv_silu, convolved, gated_norm, inverse_rms
+from .memory_tokens import SMALLEST, conv_silu, convolved, gated_norm
 from .rows import take
 from .tails import Tail
 
@@ -29,9 +29,7 @@ class TitansRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype == state_dtype(x.dtype):
-            if takes("norm", x.numel() // self.weight.numel()):
-                return (x * inverse_rms(x, self.eps)).mul_(self.weight)
+        if x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         precise = x.to(state_dtype(x.dtype))
         precise = precise * torch.rsqrt(precise.square().mean(-1, keepdim=True) + self.eps)

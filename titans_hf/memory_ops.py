@@ -166,16 +166,16 @@ def _read_chunkwise(rule: Rule, tokens, state: MemoryState, lengths: Tensor | No
     cut = GridCut.of(state.length, lengths, tokens[0].shape[1], chunk_size)
     y_head = y_cells = y_rest = None
     if cut.head.width:
-        head = [cut.head.of(x).transpose(1, 2) for x in tokens]  # [B, H, n, ...]
+        head = [x.transpose(1, 2) for x in cut.head.of(tokens)]  # [B, H, n, ...]
         y_head, state = form.extend(rule, state, head, cut.head.counts)
     if cut.cells.width:
-        whole = [cut.cells.of(x).transpose(1, 2).unflatten(2, (-1, chunk_size)) for x in tokens]  # [B, H, N, C, ...]
+        whole = [x.transpose(1, 2).unflatten(2, (-1, chunk_size)) for x in cut.cells.of(tokens)]  # [B, H, N, C, ...]
         chunks = None if cut.cells.counts is None else cut.cells.counts // chunk_size
         y_cells, weights, momentum = form.scan(rule, state.weights, state.momentum, state.start, whole, chunks)
         y_cells = y_cells.flatten(2, 3)
         state = replace(state if chunks is not None else state.at_boundary(), weights=weights, momentum=momentum)
     if cut.rest.width:
-        rest = [cut.rest.of(x).transpose(1, 2) for x in tokens]
+        rest = [x.transpose(1, 2) for x in cut.rest.of(tokens)]
         y_rest, state = form.extend(rule, state.opened(chunk_size), rest, cut.rest.counts)
     return cut.join(*(None if y is None else y.transpose(1, 2) for y in (y_head, y_cells, y_rest))), state
 

@@ -248,7 +248,7 @@ class MemoryAsContext(MemoryMixer):
 
     def _piece(self, piece: Piece, tokens, carry: LayerCarry, rows: Rows, rotary, read_only, output_attentions):
         """Retrieve, attend, write and read (Eqs. 21-25) for tokens of one segment."""
-        retrieval, q, k, v = (piece.part.of(x) for x in tokens)
+        retrieval, q, k, v = piece.part.of(tokens)
         counts, places = piece.part.counts, piece.places
         C, P, T = self.config.segment_size, self.config.num_persistent_tokens, q.shape[1]
         slots = places[:, None] + torch.arange(T, device=q.device)

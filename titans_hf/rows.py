@@ -3,6 +3,7 @@
 Axis letters: B batch, T tokens, Q tokens that are picked.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,12 +89,12 @@ class Part:
     width: int = 0
     counts: Tensor | None = None
 
-    def of(self, x: Tensor) -> Tensor:
-        """The part of [B, T, ...]; columns behind a row's last token repeat some other token."""
+    def of(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """The part of each of several [B, T, ...]; columns behind a row's last token repeat some other token."""
         if isinstance(self.start, int):
-            return x[:, self.start : self.start + self.width]
-        index = self.start[:, None] + torch.arange(self.width, device=x.device)
-        return take(x, index.clamp(max=x.shape[1] - 1))
+            return [x[:, self.start : self.start + self.width] for x in xs]
+        index = self.start[:, None] + torch.arange(self.width, device=self.start.device)
+        return [take(x, index.clamp(max=x.shape[1] - 1)) for x in xs]
 
     def cell(self, n: int, period: int) -> "Part":
         """The n-th cell of a part that consists of whole cells."""

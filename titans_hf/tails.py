@@ -99,12 +99,14 @@ class Tail:
             lengths: [B] how many of the new tokens each row has; None means all.
         """
         T, new = new.shape[1], new.to(self.buffer.dtype)  # under autocast they may differ
-        self._retire()
         if lengths is not None or T > ROOM or not takes("append"):
+            self._retire()
             extended = torch.cat((self.values, new), dim=1)
             return extended, Tail(_last(extended, lengths, self.size))
-        home = self if self._may_append(T) else self._moved()
-        end = home._end + T
+        home, end = self, self._end + T
+        if self._cursor is None or end > self.buffer.shape[1] or not self._cursor.allows(self._end, self.buffer):
+            home = self._moved()
+            end = home._end + T
         home.buffer[:, home._end : end] = new
         home._cursor.end = end
         return home.buffer[:, end - T - self.size : end], Tail._in(home.buffer, end, self.size, home._cursor)
@@ -113,10 +115,6 @@ class Tail:
         """Autograd may keep the buffer: nobody writes to it later."""
         if self._cursor is not None and torch.is_grad_enabled():
             self._cursor.retire()
-
-    def _may_append(self, T: int) -> bool:
-        fits = self._end + T <= self.buffer.shape[1]
-        return fits and self._cursor is not None and self._cursor.allows(self._end, self.buffer)
 
     def after(self, new: Sequence[Tensor], lengths: Tensor | None = None) -> "Tail":
         """The tail after new tokens whose last axis comes in parts; joins no more of them than the tail keeps."""

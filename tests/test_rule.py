@@ -1,0 +1,100 @@
+"""A new rule is one subclass: the token loop and the closed form serve it, and every fast form passes it over."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import assert_close, every_variant, memory_inputs, random_ids, tiny_config, tiny_model
+
+from titans_hf import TitansCache, carry_titans, memory_layer, memory_ops, neural_memory
+from titans_hf.memory_rule import Rule, rule_of, surprise, write
+
+
+class RobustRule(Rule):
+    """A smooth absolute loss, `sum sqrt(1 + d^2) - 1`: no fast form knows it."""
+
+    def loss(self, answer, v):
+        return ((1 + (answer - v).square()).sqrt() - 1).sum(-1)
+
+    def error(self, answer, v):
+        return (answer - v) * (1 + (answer - v).square()).rsqrt()
+
+
+def read(tokens, state, pieces, **options):
+    outputs, start = [], 0
+    for size in pieces:
+        y, state = neural_memory(*(x[:, start : start + size] for x in tokens), state, chunk_size=4, **options)
+        outputs.append(y)
+        start += size
+    return [torch.cat(outputs, dim=1), *(x for part in state.current() for x in part)]
+
+
+@given(
+    depth=st.integers(1, 3),
+    pieces=st.lists(st.integers(1, 11), min_size=1, max_size=5),
+    cap=st.sampled_from([None, 0.5]),
+    seed=st.integers(0, 99),
+)
+def test_a_rule_of_ones_own_is_computed_as_the_token_loop_defines_it(depth, pieces, cap, seed):
+    """Outputs, states and gradients, from any place of a chunk; single steps without gradients as well."""
+    tokens, state = memory_inputs(T=sum(pieces), depth=depth, seed=seed)
+    leaves = [x.requires_grad_() for x in (*tokens, *state.weights, *state.momentum)]
+    rule = RobustRule(cap)
+    expected = read(tokens, state, [sum(pieces)], rule=rule, backend="recurrent")
+    actual = read(tokens, state, pieces, rule=rule)
+    g = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(x.shape, generator=g, dtype=x.dtype) for x in expected]
+    found = [torch.autograd.grad(xs, leaves, upstream, materialize_grads=True) for xs in (actual, expected)]
+    with torch.no_grad():
+        steps = read(tokens, state, [1] * sum(pieces), rule=rule)
+    for mine, theirs in (*zip(actual, expected), *zip(steps, expected), *zip(*found)):
+        assert_close(mine, theirs, 1e-9)
+
+
+def test_the_rule_matters():
+    tokens, state = memory_inputs()
+    plain, robust = (read(tokens, state, [19], rule=rule)[0] for rule in (Rule(), RobustRule()))
+    assert (plain - robust).abs().max() > 0.01
+
+
+def test_fast_forms_pass_over_a_rule_they_do_not_name():
+    tokens, state = memory_inputs()
+    assert not memory_ops.serves(RobustRule())
+    with pytest.raises(ValueError, match="'triton'. does not serve RobustRule"):
+        neural_memory(*tokens, state, chunk_size=4, rule=RobustRule(), backend="triton")
+
+
+def test_the_cap_is_given_once():
+    tokens, state = memory_inputs()
+    with pytest.raises(ValueError, match="`max_surprise` is a field of `rule`"):
+        neural_memory(*tokens, state, chunk_size=4, rule=Rule(3.0), max_surprise=3.0)
+
+
+@every_variant
+def test_a_model_with_another_rule_reads_in_pieces_and_is_cropped_like_any_other(variant, monkeypatch):
+    for module in (memory_layer, carry_titans):
+        monkeypatch.setattr(module, "rule_of", lambda config: RobustRule(config.memory_max_surprise))
+    model, ids = tiny_model(variant), random_ids(2, 31)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        cache = TitansCache(model.config)
+        model(ids[:, :14], past_key_values=cache)
+        for token in random_ids(2, 7, seed=3).split(1, dim=1):
+            model(token, past_key_values=cache)
+        cache.crop(-7)
+        rest = model(ids[:, 14:], past_key_values=cache).logits
+    assert_close(rest, whole[:, 14:], 1e-9)
+
+
+def test_a_step_is_eqs_13_and_14_and_the_gradient_is_that_of_a_linear_memory():
+    """Depth 1: `u = 2 k^T (k W - v)`; then `S = eta S - theta u` and `M = (1 - alpha) M + S`, in plain numbers."""
+    (_, k, v, theta, eta, alpha), state = memory_inputs(T=1, depth=1)
+    k, v, theta, eta, alpha = (x[:, 0] for x in (k, v, theta, eta, alpha))
+    u, (a,), (g,) = surprise(rule_of(tiny_config("lmm", memory_max_surprise=None)), state.weights, k, v)
+    expected = 2 * k[..., None] * (k[..., None, :] @ state.weights[0] - v[..., None, :])
+    assert_close(u[0], expected, 1e-12)
+    assert_close(a.mT @ g, expected, 1e-12)
+    (M,), (S,) = write(state.weights, state.momentum, u, theta, eta, alpha)
+    past = eta[..., None, None] * state.momentum[0] - theta[..., None, None] * expected
+    assert_close(S, past, 1e-12)
+    assert_close(M, (1 - alpha[..., None, None]) * state.weights[0] + past, 1e-12)
