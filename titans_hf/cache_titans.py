@@ -19,6 +19,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from .carry_titans import LOG_COLUMNS, LOG_LIMIT, PADDING, REWIND, WRITTEN, LayerCarry, RewindLog, Step
 from .snapshots import difference, fingerprint, read_snapshot, write_snapshot
 
+# The name under which transformers finds the cache layers of a configuration. Every copy of this code needs its own: a
+# process can hold several, one for each checkpoint that was loaded with `trust_remote_code=True`.
+PACKAGE = __name__.rpartition(".")[0]
+LAYER_TYPE = "titans" if PACKAGE == "titans_hf" else f"titans@{PACKAGE}"
+
 # Fields that give a cache its shape and meaning; a cache filled under one value cannot be read under another.
 GEOMETRY = (
     "variant",
@@ -58,7 +63,7 @@ READING = (
 class TitansCacheLayer(CacheLayerMixin):
     """One block's cache. `DynamicCache(config=...)`, `generate` and `TitansCache` build it by its layer type."""
 
-    _layer_type = "titans"
+    _layer_type = LAYER_TYPE
     is_sliding = False
     is_croppable = True
     supports_early_init = False
@@ -282,7 +287,10 @@ class TitansStaticCacheLayer(TitansCacheLayer):
         raise ValueError("a static Titans cache cannot be cropped; use the default cache")
 
 
-cache_utils.STATIC_LAYER_TYPE_MAPPING["titans"] = TitansStaticCacheLayer
+cache_utils.STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = TitansStaticCacheLayer
+# A configuration that belongs to no model yet gets the layers of the first copy of this code.
+cache_utils.DYNAMIC_LAYER_TYPE_MAPPING.setdefault("titans", TitansCacheLayer)
+cache_utils.STATIC_LAYER_TYPE_MAPPING.setdefault("titans", TitansStaticCacheLayer)
 
 
 class TitansCache(DynamicCache):
