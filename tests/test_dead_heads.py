@@ -1,10 +1,14 @@
 """A deep memory that forgets faster than it writes collapses to exact zeros, and nothing revives it.
 
-Near zero a memory of depth 2 is almost linear in each layer, `M(k) = W2 W1 k / 2`, and the gradient of one layer is
-proportional to the other. Per token both layers grow by at most `theta sigma / (1 - eta)`, where `sigma` is the top
-singular value of `E[v k^T]`, and shrink by `alpha`. Where `theta sigma / ((1 - eta) alpha) < 1` they shrink
-exponentially until they underflow. With both layers at zero, all gradients vanish, those of the memory's own loss and
-those of training. The tests show the collapse, what does not help, and that `memory_forget_to="start"` avoids it.
+Near zero a memory of depth 2 is `M(k) = W2 W1 k / 2`, and the gradient of each layer is proportional to the other
+layer. Writing makes both layers grow at a rate of at most `theta sigma / (1 - eta)` per token, where `sigma` is the top
+singular value of `E[v k^T]`; forgetting makes them shrink at the rate `alpha`. If the ratio of the two,
+`theta sigma / ((1 - eta) alpha)`, is below 1, they shrink exponentially until they underflow. Once both layers are
+zero, all gradients vanish, those of the memory's own loss and those of training. The tests show the collapse, what does
+not revive the head, and that `memory_forget_to="start"` avoids it.
+
+Forgetting alone reaches an exact zero only if a chunk forgets more than half, `(1 - alpha)^chunk < 1/2`. Otherwise the
+smallest subnormal number rounds to itself. The outputs are products of the layers and exactly zero all the same.
 """
 
 import pytest

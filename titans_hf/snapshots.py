@@ -70,7 +70,8 @@ def content_digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
 def difference(what: str, theirs: dict, ours: dict) -> str:
     """A sentence on where two fingerprints differ; `what` is "config" or "weights"."""
     names = [name for name in {**ours, **theirs} if theirs.get(name, ...) != ours.get(name, ...)]
-    more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+    others = len(names) - 1
+    more = f" and {others} other{'s' * (others > 1)}" if others else ""
     if what == "weights":
         return f"its weights differ in `{names[0]}`{more}"
     return f"it had `{names[0]}={theirs.get(names[0])!r}`, this one has {ours.get(names[0])!r}{more and ';' + more}"
@@ -90,6 +91,7 @@ def write_snapshot(
     """
     facts = {"version": VERSION, **dict(zip(PARTS, (state, config, weights), strict=True)), "note": note or {}}
     metadata = {"format": FORMAT, **{name: json.dumps(fact) for name, fact in facts.items()}}
+    # Copies, because `save_file` refuses tensors that share memory.
     own = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
     metadata["digest"] = content_digest(own, metadata)
     with whole_file(path) as temporary:
