@@ -7,7 +7,7 @@ import torch
 from support import assert_close, every_variant, random_ids, tiny_config, tiny_model
 from transformers import DynamicCache, StaticCache
 
-from titans_hf import TitansCache
+from titans_hf import TitansCache, TitansConfig, TitansForCausalLM
 
 
 @pytest.fixture(autouse=True)
@@ -215,3 +215,65 @@ def test_a_cache_does_not_share_memory_with_the_model():
     read(model, random_ids(1, 3), cache)
     mine = {x.untyped_storage().data_ptr() for x in model.parameters()}
     assert not mine & {x.untyped_storage().data_ptr() for layer in cache.layers for x in layer.tensors()}
+
+
+@every_variant
+def test_a_cache_that_took_over_a_memory_cannot_be_cropped_to_before(variant):
+    """A log of the memory it had before would bring that memory back."""
+    model, ids = tiny_model(variant), random_ids(2, 40)
+    cache, fresh = TitansCache(model.config), TitansCache(model.config)
+    read(model, ids[:, :20], cache)
+    with torch.no_grad():
+        model(ids[:, :1], past_key_values=fresh, memory_read_only=True)
+    for layer, other in zip(cache.layers, fresh.layers, strict=True):
+        layer.take_memory_of(other)
+    with pytest.raises(ValueError, match="can go back 0 of its 20 tokens"):
+        cache.crop(-1)
+    expected = read(model, ids[:, 20:25], cache.clone())
+    read(model, ids[:, 30:33], cache)
+    cache.crop(-3)
+    assert_close(read(model, ids[:, 20:25], cache), expected, 1e-9)
+
+
+@every_variant
+def test_without_rewinding_a_cache_computes_the_same_in_fewer_bytes(variant):
+    model, ids = tiny_model(variant), random_ids(2, 150)
+    caches = [TitansCache(model.config, rewind=rewind) for rewind in (True, False)]
+    for piece in ids.split([140, 1, 1, 8], dim=1):
+        first, second = (read(model, piece, cache) for cache in caches)
+        assert_close(second, first, 1e-10)
+    assert caches[1].nbytes < 0.6 * caches[0].nbytes
+    with pytest.raises(ValueError, match="rewind=False"):
+        caches[1].crop(-1)
+
+
+@every_variant
+def test_generate_keeps_a_log_only_where_something_may_be_cropped(variant, monkeypatch):
+    model, ids, made = tiny_model(variant), random_ids(1, 9), []
+    start = TitansCache.__init__
+    monkeypatch.setattr(TitansCache, "__init__", lambda self, *args: made.append(self) or start(self, *args))
+    plain = model.generate(ids, max_new_tokens=5, do_sample=False)
+    drafted = model.generate(ids, max_new_tokens=5, do_sample=False, prompt_lookup_num_tokens=2)
+    returned = model.generate(ids, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    assert torch.equal(plain, drafted)
+    assert torch.equal(plain, returned.sequences)
+    assert [cache.layers[0].spare > 0 for cache in made] == [False, True, True]
+    assert made[0].layers[0].carry.log is None
+    returned.past_key_values.crop(-2)
+
+
+def test_the_cache_of_a_preset_is_what_its_parts_add_up_to():
+    """titans-mac-340m, 16 layers. The keys and values of a segment and its retrieved tokens are the largest part."""
+    expected = {torch.float32: (147, 278), torch.bfloat16: (110, 225)}
+    for dtype, sizes in expected.items():
+        config = TitansConfig.preset("titans-mac-340m", num_hidden_layers=2, memory_implementation="torch")
+        with torch.device("meta"):
+            model = TitansForCausalLM(config).to(dtype)
+        for rewind, size in zip((False, True), sizes, strict=True):
+            cache = TitansCache(config, rewind)
+            read(model, torch.zeros(1, 1, dtype=torch.long, device="meta"), cache)
+            assert 16 * sum(x.nbytes for x in cache.layers[0].tensors()) / 2**20 <= size
+            dtypes = {
+                tail.buffer.dtype for tail in (cache.layers[0].carry.own.tail, *cache.layers[0].carry.tails.values())
+            }
+            assert dtypes == {dtype}

@@ -5,7 +5,9 @@ import torch
 from support import VARIANTS, random_ids, tiny_config, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from titans_hf import TitansConfig, TitansForCausalLM
+from titans_hf import TitansCache, TitansConfig, TitansForCausalLM
+from titans_hf.cache_titans import identity
+from titans_hf.configuration_titans import NEITHER, READING, SHAPE
 
 
 @pytest.mark.parametrize("size, millions", [("170m", 170), ("340m", 340), ("400m", 400), ("760m", 760)])
@@ -171,3 +173,28 @@ def test_the_tokenizer_of_a_saved_folder_loads_without_the_package(tmp_path):
         [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
     assert found.stdout.strip().endswith("[1]"), found.stderr  # before it, transformers asks whether to trust the code
+
+
+def test_every_field_says_what_a_cache_has_to_do_with_it():
+    """A field of none of the three groups, or of two, could make a cache of another model compute silently wrong."""
+    classified = [*SHAPE, *READING, *NEITHER]
+    assert sorted(classified) == sorted(TitansConfig.__annotations__)
+
+
+@pytest.mark.parametrize("field, value", [("memory_forget_to", "start"), ("memory_gates", "chunk")])
+def test_a_cache_of_another_rule_is_refused_before_it_is_read(field, value):
+    first, second = tiny_model("mag"), tiny_model("mag", **{field: value})
+    cache = TitansCache(first.config)
+    with torch.no_grad():
+        first(random_ids(1, 9), past_key_values=cache)
+        before = [x.clone() for layer in cache.layers for x in layer.tensors()]
+        with pytest.raises(ValueError, match=f"made for a model with `{field}="):
+            second(random_ids(1, 2), past_key_values=cache)
+    assert all(map(torch.equal, before, (x for layer in cache.layers for x in layer.tensors())))
+
+
+@pytest.mark.parametrize("field", sorted({*SHAPE, *READING}))
+def test_a_cache_is_bound_to_every_field_of_shape_and_reading(field):
+    layer, mine = TitansCache(tiny_config("mag")).layers[0], identity(tiny_config("mag"))
+    with pytest.raises(ValueError, match=f"`{field}="):
+        layer.bind(tiny_config("mag"), {**mine, field: "something else"})

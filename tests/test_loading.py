@@ -111,6 +111,48 @@ print("loaded", AutoTokenizer.from_pretrained(folder)("a").input_ids)
     assert auto_map["AutoModelForCausalLM"] == "modeling_titans.TitansForCausalLM"
 
 
+def test_two_checkpoints_with_code_of_their_own_share_a_process(tmp_path):
+    """Each model writes what it writes alone, with every kind of cache, in any order; each cache is of its own code."""
+    ids, expected = random_ids(2, 13), []
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder, variant, layers in zip(folders, ("mag", "lmm"), (2, 3), strict=True):
+        model = tiny_model(variant, torch.float32, num_hidden_layers=layers)
+        model.save_pretrained(folder)
+        expected.append(model.generate(ids, max_new_tokens=5, do_sample=False))
+    with open(folders[1] / "cache_titans.py", "a") as file:
+        file.write("# another version\n")
+    torch.save((ids, expected), tmp_path / "expected.pt")
+    code = """
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+ids, expected = torch.load(sys.argv[3])
+settings = {"max_new_tokens": 5, "do_sample": False}
+models = [AutoModelForCausalLM.from_pretrained(x, trust_remote_code=True) for x in sys.argv[1:3]]
+packages = [type(model).__module__.rpartition(".")[0] for model in models]
+assert packages[0] != packages[1], packages
+caches = (
+    lambda config: {},
+    lambda config: {"past_key_values": DynamicCache(config=config)},
+    lambda config: {"past_key_values": StaticCache(config=config, max_cache_len=40)},
+    lambda config: {"cache_implementation": "static"},
+)
+for make in (*caches, *caches):
+    for model, package, text in zip(models, packages, expected):
+        written = model.generate(ids, **settings, **make(model.config), return_dict_in_generate=True)
+        assert torch.equal(written.sequences, text)
+        assert {type(layer).__module__ for layer in written.past_key_values.layers} == {package + ".cache_titans"}
+fresh = AutoConfig.from_pretrained(folder, trust_remote_code=True)  # of no model: the code that was loaded first
+assert torch.equal(models[0].generate(ids, past_key_values=DynamicCache(config=fresh), **settings), expected[0])
+for number, model in enumerate(models):
+    model.save_pretrained(sys.argv[4] + str(number))
+"""
+    arguments = (*folders, tmp_path / "expected.pt", tmp_path / "again")
+    run_without_titans_hf(code, *arguments, HF_MODULES_CACHE=str(tmp_path / "modules"))
+    for number, folder in enumerate(folders):
+        saved, again = (json.loads((x / "config.json").read_text()) for x in (folder, tmp_path / f"again{number}"))
+        assert again == saved, "what a model calls its cache layers is not saved"
+
+
 @every_variant
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_sharded_checkpoint_loads_back_to_the_same_logits(variant, tied, tmp_path):

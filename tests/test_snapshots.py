@@ -1,23 +1,26 @@
-"""What was read can be written to a file and gone on from in another process; any other file is refused."""
+"""A cache can be saved to a file and continued in another process; any other or damaged file is refused."""
 
 import json
 import os
 import pickle
+import random
 import struct
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import VARIANTS, assert_close, random_ids, tiny_model
+from support import VARIANTS, assert_close, every_variant, random_ids, tiny_model
 
 from titans_hf import TitansCache
+from titans_hf.snapshots import content_digest, read_note
 
 
-def read(model, ids, cache):
+def read(model, ids, cache, **options):
     with torch.no_grad():
-        return model(ids, past_key_values=cache).logits
+        return model(ids, past_key_values=cache, **options).logits
 
 
 @pytest.fixture
@@ -145,7 +148,7 @@ def metadata_of(path):
             lambda tensors, facts: facts.update(state='{"columns": 3, "rewindable": 9, "log_columns": 9}'),
             "go back to before its first token",
         ),
-        (lambda tensors, facts: facts.update(version="2"), "is of version 2; this titans-hf reads version 1"),
+        (lambda tensors, facts: facts.update(version="3"), r"is of version 3; this titans-hf reads versions \(1, 2\)"),
         (lambda tensors, facts: facts.pop("weights"), "damaged, or not a snapshot"),
     ],
 )
@@ -154,8 +157,109 @@ def test_a_file_that_no_cache_wrote_is_refused(saved, change, message):
     tensors, facts = load_file(path), metadata_of(path)
     change(tensors, facts)
     save_file(tensors, path, facts)
+    with pytest.raises(ValueError, match="is damaged: its content does not match its sha256 digest|is of version 3"):
+        TitansCache.load(path, model)
+    save_file(tensors, path, {**facts, "digest": content_digest(tensors, facts)})
     with pytest.raises(ValueError, match=message):
         TitansCache.load(path, model)
+
+
+def test_a_file_without_a_digest_loads_with_a_warning(saved):
+    """Older versions wrote none."""
+    model, cache, path = saved
+    tensors, facts = load_file(path), metadata_of(path)
+    assert facts.pop("digest").startswith("sha256:")
+    save_file(tensors, path, facts)
+    with pytest.warns(UserWarning, match="has no digest, .* damage to its numbers cannot be detected") as caught:
+        assert_same_cache(TitansCache.load(path, model), cache)
+    assert caught[0].filename == __file__
+    save_file(tensors, path, {**facts, "dihest": "sha256:0"})
+    with pytest.raises(ValueError, match="is damaged: its metadata has an unknown entry 'dihest'"):
+        TitansCache.load(path, model)
+
+
+def test_a_snapshot_that_was_just_written_loads_without_a_warning(saved):
+    model, cache, path = saved
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_cache(TitansCache.load(path, model), cache)
+
+
+def assert_same_cache(loaded: TitansCache, cache: TitansCache) -> None:
+    """All tensors are equal, bit for bit, and all counters."""
+    for mine, other in zip(loaded.layers, cache.layers, strict=True):
+        assert (mine.columns, mine.rewindable, mine.log.cursor) == (other.columns, other.rewindable, other.log.cursor)
+        found, expected = mine.named(), other.named()
+        assert found.keys() == expected.keys()
+        for name, x in expected.items():
+            assert found[name].dtype == x.dtype
+            assert torch.equal(found[name], x), name
+
+
+def test_flipped_and_zeroed_payload_bytes_are_refused(saved):
+    model, _, path = saved
+    whole = path.read_bytes()
+    start = 8 + struct.unpack("<Q", whole[:8])[0]
+    for place in (start, (start + len(whole)) // 2, len(whole) - 1):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError, match="is damaged: its content does not match its sha256 digest"):
+            TitansCache.load(path, model)
+    path.write_bytes(whole[:start] + bytes(len(whole) - start))
+    with pytest.raises(ValueError, match="is damaged: its content does not match its sha256 digest"):
+        TitansCache.load(path, model)
+
+
+def mutated(whole: bytes, draw: random.Random) -> bytes:
+    """The file with one random change, in the header as often as in the payload."""
+    header = 8 + struct.unpack("<Q", whole[:8])[0]
+    data, kind = bytearray(whole), draw.choice(("flip", "zero", "random", "swap", "truncate", "extend"))
+    low, high = draw.choice(((0, header), (header, len(data))))
+    place, length = draw.randrange(low, high), draw.choice((1, 2, 8, 40, 500))
+    if kind == "flip":
+        data[place] ^= draw.choice((*(1 << bit for bit in range(8)), draw.randrange(1, 256)))
+    elif kind == "zero":
+        data[place : place + length] = bytes(len(data[place : place + length]))
+    elif kind == "random":
+        data[place : place + length] = draw.randbytes(len(data[place : place + length]))
+    elif kind == "swap":
+        other = draw.randrange(len(data))
+        first, second = sorted((place, other))
+        length = min(length, second - first, len(data) - second)
+        data[first : first + length], data[second : second + length] = (
+            data[second : second + length],
+            data[first : first + length],
+        )
+    elif kind == "truncate":
+        del data[draw.choice((place, len(data) - length)) :]
+    else:
+        place = draw.choice((place, len(data)))
+        data[place:place] = draw.choice((bytes(length), draw.randbytes(length)))
+    return bytes(data)
+
+
+@pytest.mark.parametrize("mutations", [120, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_damaged_file_is_refused_or_gives_the_same_cache(mutations, tmp_path):
+    """Whatever was changed in the file: a `ValueError`, or a cache with the same tensors and counters."""
+    model, path, draw = tiny_model("mac", num_hidden_layers=1), tmp_path / "book.safetensors", random.Random(mutations)
+    cache = TitansCache(model.config)
+    read(model, random_ids(1, 50), cache)
+    cache.save(path, note={"model": "somewhere"})
+    whole, refused = path.read_bytes(), 0
+    for _ in range(mutations):
+        path.write_bytes(mutated(whole, draw))
+        try:
+            loaded = TitansCache.load(path, model)
+        except ValueError:
+            refused += 1
+        else:
+            assert_same_cache(loaded, cache)
+        try:
+            assert isinstance(read_note(path), dict)
+        except ValueError:
+            continue
+    assert 0.9 * mutations < refused < mutations
 
 
 def test_a_snapshot_can_be_read_by_whom_other_files_can(saved, tmp_path):
@@ -206,3 +310,38 @@ def test_heads_and_adapters(saved, tmp_path):
     assert TitansCache.load(path, adapted).get_seq_length() == 9
     with adapted.disable_adapter(), pytest.raises(ValueError, match="adapters in use"):
         TitansCache.load(path, adapted)
+
+
+@every_variant
+def test_a_file_of_version_1_goes_on_and_is_cropped_as_it_would_have_been(variant, tmp_path):
+    """Its log had columns with padding between the tokens, and a table that said what each column held."""
+    model, ids, path = tiny_model(variant), random_ids(2, 90), tmp_path / "old.safetensors"
+    cache = TitansCache(model.config)
+    for piece in ids[:, :80].split([70, 3, 1, 1, 5], dim=1):
+        read(model, piece, cache)
+    read(model, random_ids(2, 3, seed=5), cache, memory_read_only=True)
+    cache.save(path)
+    tensors, facts = load_file(path), metadata_of(path)
+    facts.update(version="1", state=as_version_1(tensors, json.loads(facts["state"])))
+    facts.pop("digest")
+    save_file(tensors, path, facts)
+    with pytest.warns(UserWarning, match="digest"):
+        old = TitansCache.load(path, model)
+    for held in (cache, old):
+        held.crop(-9)
+    assert_close(read(model, ids[:, 74:], old), read(model, ids[:, 74:], cache), 1e-12)
+
+
+def as_version_1(tensors: dict, state: dict) -> str:
+    """Rewrite the logs in place; the two rows' tokens stand at different columns, with padding before and behind."""
+    for prefix in [name.removesuffix("tokens") for name in tensors if name.endswith("log.tokens")]:
+        count, tokens = tensors.pop(prefix + "count"), tensors[prefix + "tokens"]
+        kind = torch.zeros(tokens.shape[:2], dtype=torch.int8)
+        spread = torch.zeros_like(tokens[..., :-1])
+        for row, own in enumerate(count.tolist()):
+            newest = tokens[row, tokens.shape[1] - own :]
+            columns = torch.arange(own) + 4 * row + 2
+            spread[row, columns] = newest[..., :-1]
+            kind[row, columns] = 1 + newest[:, 0, -1].to(torch.int8)
+        tensors[prefix + "tokens"], tensors[prefix + "kind"] = spread, kind
+    return json.dumps({"columns": state["columns"], "rewindable": state["rewindable"], "cursor": 192})

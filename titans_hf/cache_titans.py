@@ -22,6 +22,11 @@ from .snapshots import difference, fingerprint, read_snapshot, write_snapshot
 
 REFUSED = (*SHAPE, *READING)  # a cache filled under one value of these fields cannot be read under another
 
+# The name under which transformers finds the cache layers of a configuration. Every copy of this code needs its own: a
+# process can hold several, one for each checkpoint that was loaded with `trust_remote_code=True`.
+PACKAGE = __name__.rpartition(".")[0]
+LAYER_TYPE = "titans" if PACKAGE == "titans_hf" else f"titans@{PACKAGE}"
+
 
 def identity(config: PreTrainedConfig) -> dict:
     """The fields that a cache depends on, with their values."""
@@ -36,7 +41,7 @@ class TitansCacheLayer(CacheLayerMixin):
         rewind: whether `crop` can remove the last tokens. It costs a second memory and a log of the last tokens.
     """
 
-    _layer_type = "titans"
+    _layer_type = LAYER_TYPE
     is_sliding = False
     is_croppable = True
     supports_early_init = False
@@ -235,7 +240,10 @@ class TitansStaticCacheLayer(TitansCacheLayer):
         raise ValueError("a static Titans cache cannot be cropped; use the default cache")
 
 
-cache_utils.STATIC_LAYER_TYPE_MAPPING["titans"] = TitansStaticCacheLayer
+cache_utils.STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = TitansStaticCacheLayer
+# A configuration that belongs to no model yet gets the layers of the first copy of this code.
+cache_utils.DYNAMIC_LAYER_TYPE_MAPPING.setdefault("titans", TitansCacheLayer)
+cache_utils.STATIC_LAYER_TYPE_MAPPING.setdefault("titans", TitansStaticCacheLayer)
 
 
 class TitansCache(DynamicCache):

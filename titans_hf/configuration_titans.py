@@ -52,6 +52,7 @@ class TitansConfig(PreTrainedConfig):
     """
 
     model_type = "titans"
+    cache_layer_type = "titans"  # a model sets it to the name of its own cache layers
     keys_to_ignore_at_inference = ["past_key_values"]
     base_model_tp_plan = None
     base_model_fsdp_plan = {
@@ -129,7 +130,11 @@ class TitansConfig(PreTrainedConfig):
     @property
     def layer_types(self) -> list[str]:
         """The cache layer of every block. Derived, never saved: tools without this package do not know the name."""
-        return ["titans"] * self.num_hidden_layers
+        return [self.cache_layer_type] * self.num_hidden_layers
+
+    def to_dict(self) -> dict:
+        """As in transformers, without `cache_layer_type`: it has a meaning in this process only."""
+        return {name: value for name, value in super().to_dict().items() if name != "cache_layer_type"}
 
     def validate_layer_type(self):
         """The name is ours, so transformers' list of known layer types does not apply."""

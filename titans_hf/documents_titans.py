@@ -1,10 +1,10 @@
-"""Packed batches: documents that stand one behind the other in a row, each read as if it were alone.
+"""Packed batches: rows that hold several documents, each of which is read as if it were alone.
 
-A packed batch (`DataCollatorWithFlattening`, TRL's padding-free training) says where documents start by `position_ids`
-that start again, by `seq_idx` or by `cu_seq_lens_q`. Norms and feed-forward layers take the tokens as they stand; for
-the mixer every document becomes a row, with a memory, a chunk grid and an attention window of its own.
+A packed batch (`DataCollatorWithFlattening`, TRL's padding-free training) marks the start of a document by
+`position_ids` that restart, by `seq_idx` or by `cu_seq_lens_q`. Norms and feed-forward layers process the packed
+tokens. For the mixer every document becomes a row, with its own memory, chunk grid and attention window.
 
-Axis letters: B batch, T tokens, N real tokens of the whole batch, K documents of a group, L tokens of its longest.
+Axis letters: B batch, T tokens, N real tokens of the whole batch, K documents of a group, L tokens of the longest.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,12 @@ from .attention_titans import Rows
 
 @dataclass
 class DocumentGroup:
-    """Documents of similar length, as rows.
+    """Documents of similar length as rows, padded to the longest.
 
     Attributes:
-        tokens: [K, L] the token of the batch at each place; places behind a document's end repeat its last token.
-        real: [n] places, counted through [K, L], that hold a token of their document.
-        rows: the documents as the mixers see them.
+        tokens: [K, L] the index among the packed tokens, [0, N); padding repeats the document's last token.
+        real: the flat indices into [K, L] that are not padding.
+        rows: the description of these rows that the mixers take.
     """
 
     tokens: Tensor
@@ -44,11 +44,11 @@ class DocumentGroup:
 class Documents:
     """The documents of a packed batch.
 
-    Documents are grouped by length, each group within a factor of two: short ones are not padded to the longest.
+    They are grouped by length, so that padding at most doubles the length of a document.
 
     Args:
-        shape: [B, T] of the batch.
-        real: [N] real tokens, counted through [B, T].
+        shape: (B, T) of the batch.
+        real: [N] flat indices of the real tokens in [B, T].
         starts: [N] bool, True at the first token of each document.
     """
 
@@ -61,10 +61,10 @@ class Documents:
             DocumentGroup.of(first[scale == size], lengths[scale == size]) for size in scale.unique().tolist()
         ]
         order = torch.cat([group.tokens.flatten()[group.real] for group in self.groups])
-        self.place = order.argsort()  # [N] where each token stands when the groups stand side by side
+        self.place = order.argsort()  # [N] the index of each token in the concatenated groups
 
     def on(self, device: torch.device) -> "Documents":
-        """The same documents on another device, for layers that a device map has put there."""
+        """The same documents on another device, for the layers that a device map places there."""
         if device == self.place.device:
             return self
         moved = Documents.__new__(Documents)
@@ -73,17 +73,17 @@ class Documents:
         return moved
 
     def pack(self, x: Tensor) -> Tensor:
-        """[B, T, ...] to the real tokens side by side, [1, N, ...]."""
+        """The real tokens of [B, T, ...] as one row, [1, N, ...]."""
         return x.flatten(0, 1)[self.real][None]
 
     def spread(self, x: Tensor, before: None = None) -> Tensor:
-        """[1, N, ...] back to [B, T, ...]; zeros at padding."""
+        """The inverse of `pack`: [1, N, ...] to [B, T, ...], with zeros at padding."""
         B, T = self.shape
         empty = x.new_zeros(B * T, *x.shape[2:])
         return empty.index_copy(0, self.real.to(x.device), x[0]).unflatten(0, (B, T))
 
     def apart(self, x: Tensor, mix: Callable[[Tensor, Rows], Tensor]) -> Tensor:
-        """`mix` of [1, N, hidden] with every document as a row."""
+        """`mix`, applied to [1, N, hidden] with every document as a row of its own."""
         mixed = [mix(x[0, group.tokens], group.rows).flatten(0, 1)[group.real] for group in self.groups]
         return torch.cat(mixed)[self.place][None]
 
@@ -99,14 +99,15 @@ def find_documents(
 ) -> Documents | None:
     """The documents of a batch [B, T], or None if every row is one document.
 
-    Their number is data: under `torch.compile` this runs outside of the graph.
+    The number of documents depends on the data, so under `torch.compile` this runs outside of the graph.
 
     Args:
         mask: [B, T] bool, True at real tokens; None means all.
-        position_ids: [B or 1, T]; a document starts where they do not go on from the real token before. Among padding
-            they must start at 0 to count: behind a right-padded prompt, `generate` makes positions up.
-        seq_idx: [B or 1, T] the document each token belongs to.
-        cu_seq_lens: where documents start and the last one ends, counted through [B, T].
+        position_ids: [B or 1, T]; a document starts where they do not increase from one real token to the next. With a
+            mask they must also restart at 0: the positions that `generate` gives to tokens after a right-padded prompt
+            do not mark a document.
+        seq_idx: [B or 1, T] the document that each token belongs to.
+        cu_seq_lens: the flat index in [B, T] at which each document starts, and at the end `B * T`.
     """
     B, T = shape
     real = torch.arange(B * T, device=device) if mask is None else mask.flatten().nonzero()[:, 0]

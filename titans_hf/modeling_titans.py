@@ -36,7 +36,7 @@ except ImportError:
 
 
 from .attention_titans import Rows, SegmentAttention, TitansRotaryEmbedding
-from .cache_titans import TitansCache, TitansCacheLayer, check_cache, hide_past
+from .cache_titans import LAYER_TYPE, TitansCache, TitansCacheLayer, check_cache, hide_past
 from .carry_titans import LOG_LIMIT, REWIND
 from .configuration_titans import TitansConfig
 from .documents_titans import Documents, find_documents
@@ -130,6 +130,11 @@ class TitansPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _keep_in_fp32_modules_strict = ["memory.start"]
     _fill_card = None  # `cards.fill_card` in titans_hf; as remote code the model leaves the card to transformers
+
+    def __init__(self, config: TitansConfig, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        if config.cache_layer_type != LAYER_TYPE:  # the model is remote code, and its configuration is new
+            config.cache_layer_type = LAYER_TYPE
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -1,9 +1,9 @@
-"""What the memory made of a text: its surprise at every token, its gates and its size (Section 3.1).
+"""Records each memory's surprise, gates and norm at every token of a text (Section 3.1).
 
-The surprise of a token is the memory's own loss before it is written, `|M_{t-1}(k_t) - v_t|^2` (Eq. 12). `trace` reads
-a text as the model always does and looks on from outside: nothing is computed otherwise than without it.
+The surprise of a token is the memory's loss just before the token is written, `|M_{t-1}(k_t) - v_t|^2` (Eq. 12).
+`trace` runs the unchanged model and records through forward hooks.
 
-Axis letters: L layers of the model, H memory heads, T tokens, D head width, n tokens of one chunk.
+Axis letters: B batch, L layers of the model, H memory heads, T tokens, D head width, n tokens of one chunk.
 """
 
 import os
@@ -27,13 +27,14 @@ FIELDS = ("surprise", "scale", "theta", "eta", "alpha", "norm")
 
 @dataclass
 class SurpriseTrace:
-    """What every memory of a model saw of one text; each field is [L, H, T], in float32 or better, on the CPU.
+    """The record of one text; each tensor is [L, H, T], on the CPU, in float32 or float64.
 
     Attributes:
-        surprise: the loss `|M(k) - v|^2` of the token before it was written, with the memory as it was then.
-        scale: `|v|^2`, the loss that a memory without content has: `surprise / scale` is 1 where nothing was known.
-        theta, eta, alpha: the gates the token was written with: step, momentum decay, forgetting.
-        norm: the norm of the memory's weights after the token, over its depth.
+        surprise: the loss `|M(k) - v|^2` of the token, just before it was written.
+        scale: `|v|^2`, the loss of an empty memory: `surprise / scale` is 1 where the memory knew nothing.
+        theta, eta, alpha: the token's gates: step size, momentum decay and forget gate.
+        norm: the norm of all the memory's weights after the token; computed from squares, which underflow to exactly 0
+            for weights below about 1e-23 in float32.
         tokens: the text of each token, if a tokenizer was given.
     """
 
@@ -54,22 +55,25 @@ class SurpriseTrace:
         return f"SurpriseTrace({tokens:,} tokens, {layers} layers, {heads} heads, mean relative surprise {mean:.3f})"
 
     def relative(self) -> Tensor:
-        """[L, H, T] surprise in units of the token's own size: 0 where it was foreseen, 1 where nothing was known."""
+        """[L, H, T] `surprise / scale`: 0 where the memory predicted the token, 1 where it knew nothing."""
         return self.surprise / self.scale.clamp(min=torch.finfo(self.scale.dtype).tiny)
 
     def per_token(self, layer: int | None = None) -> Tensor:
-        """[T] relative surprise of one layer, or the mean of all: the median of its heads, as one may run wild."""
+        """[T] relative surprise of one layer, or the mean over layers.
+
+        A layer's value is the median of its heads, which a single diverged head does not change much.
+        """
         by_layer = self.relative().median(dim=1).values  # [L, T]
         return by_layer.mean(0) if layer is None else by_layer[layer]
 
     def __add__(self, later: "SurpriseTrace") -> "SurpriseTrace":
-        """The trace of two texts read one after the other."""
+        """The trace of two texts that were read one after the other."""
         fields = [torch.cat((getattr(self, name), getattr(later, name)), dim=-1) for name in FIELDS]
         both = self.tokens is not None and later.tokens is not None
         return SurpriseTrace(*fields, tokens=self.tokens + later.tokens if both else None)
 
     def __getitem__(self, part: slice) -> "SurpriseTrace":
-        """The trace of some of the tokens."""
+        """The trace of a slice of the tokens."""
         fields = [getattr(self, name)[..., part] for name in FIELDS]
         return SurpriseTrace(*fields, tokens=None if self.tokens is None else self.tokens[part])
 
@@ -79,7 +83,7 @@ class SurpriseTrace:
         return terminal_view(self)
 
     def show(self) -> None:
-        """Print the text, coloured by surprise, and a line for each layer."""
+        """Print the text, coloured by surprise, and a table with one row per layer."""
         from .surprise_views import terminal
 
         terminal().print(self)
@@ -90,14 +94,14 @@ class SurpriseTrace:
         return html_view(self)
 
     def save_html(self, path: str | os.PathLike, title: str = "Surprise") -> None:
-        """Write the coloured text as a page of its own."""
+        """Save the coloured text as a complete HTML page."""
         from .surprise_views import html_page
 
         with whole_file(path) as file:
             file.write_text(html_page(self, title), encoding="utf-8")
 
     def save_png(self, path: str | os.PathLike, title: str = "Surprise") -> None:
-        """Draw surprise by layer and head, gates and the memory's size, over the tokens."""
+        """Save a plot of surprise by layer and head, gates and memory norm over the tokens."""
         from .surprise_views import figure
 
         with whole_file(path) as file:
@@ -112,7 +116,7 @@ def trace(
     memory_read_only: bool = False,
     piece: int = 1024,
 ) -> SurpriseTrace:
-    """Read one text, [T] or [1, T], in pieces, and watch; see `TitansPreTrainedModel.trace_surprise`."""
+    """The trace of one text, [T] or [1, T], read in pieces; see `TitansPreTrainedModel.trace_surprise`."""
     rows = input_ids[None] if input_ids.dim() == 1 else input_ids
     if rows.dim() != 2 or rows.shape[0] != 1 or not rows.shape[1]:
         raise ValueError(f"`input_ids` must be one text, [tokens] or [1, tokens], got shape {tuple(input_ids.shape)}")
@@ -126,17 +130,17 @@ def trace(
     training = model.training
     model.eval()
     try:
-        with torch.no_grad(), _watched(memories) as seen:
+        with torch.no_grad(), _recorded(memories) as records:
             for part in rows.split(piece, dim=1):
                 stack(part, past_key_values=cache, use_cache=True, memory_read_only=memory_read_only)
     finally:
         model.train(training)
-    fields = {name: torch.stack([torch.cat([x[name] for x in parts], dim=-1) for parts in seen]) for name in FIELDS}
+    fields = {name: torch.stack([torch.cat([x[name] for x in parts], dim=-1) for parts in records]) for name in FIELDS}
     return SurpriseTrace(**fields, tokens=tokens)
 
 
 def token_texts(tokenizer, ids: list[int]) -> list[str]:
-    """What each token adds to the text. Bytes of one character stand with the token that completes it."""
+    """The text that each token adds. A character split over several tokens appears at its last token."""
     texts, known, pending = [], [], []
     for token in ids:
         pending.append(token)
@@ -149,38 +153,40 @@ def token_texts(tokenizer, ids: list[int]) -> list[str]:
 
 
 @contextmanager
-def _watched(memories: list[NeuralMemory]) -> Iterator[list[list[dict[str, Tensor]]]]:
-    """While this lasts, note for every memory what it reads: per call, each field as [H, T]."""
-    seen = [[] for _ in memories]
+def _recorded(memories: list[NeuralMemory]) -> Iterator[list[list[dict[str, Tensor]]]]:
+    """A list per memory that gets, inside the context, one dict of fields [H, T] for every call."""
+    records = [[] for _ in memories]
     hooks = [
-        memory.register_forward_hook(_note_into(parts), with_kwargs=True)
-        for memory, parts in zip(memories, seen, strict=True)
+        memory.register_forward_hook(_recorder(parts), with_kwargs=True)
+        for memory, parts in zip(memories, records, strict=True)
     ]
     try:
-        yield seen
+        yield records
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _note_into(parts: list[dict[str, Tensor]]):
-    def note(memory: NeuralMemory, args: tuple, options: dict, output: tuple) -> None:
-        if "chunk_size" in options:  # the persistent tokens, which every text begins with
+def _recorder(parts: list[dict[str, Tensor]]):
+    """A forward hook that appends the fields of each call to `parts`."""
+
+    def record(memory: NeuralMemory, args: tuple, options: dict, output: tuple) -> None:
+        if "chunk_size" in options:  # the call for the persistent tokens, which are not part of the text
             return
         _, carry, lengths, read_only = args
         written = output[2]
         real = slice(None if lengths is None else int(lengths[0]))
         k, v = (x[:, real].transpose(1, 2) for x in (written.k, written.v))  # [1, H, T, D]
         gates = written.gates[:, real].permute(2, 0, 3, 1)  # [3, 1, H, T]
-        look = _look_back if read_only else _look_on
-        found = look(carry.state, k, v, gates, memory.chunk_size, memory.rule)
+        fields = _fields_when_read if read_only else _fields_when_written
+        found = fields(carry.state, k, v, gates, memory.chunk_size, memory.rule)
         parts.append({name: x[0].cpu() for name, x in zip(FIELDS, found, strict=True)})
 
-    return note
+    return record
 
 
-def _look_on(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor, chunk_size: int, rule: Rule):
-    """The fields of a trace, each [B, H, T], for tokens that are written from the given state on."""
+def _fields_when_written(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor, chunk_size: int, rule: Rule):
+    """The fields of a trace, each [B, H, T], for tokens that are written into the given state."""
     k, v, gates = (x.to(state.weights[0].dtype) for x in (k, v, gates))
     state = state.opened(chunk_size)
     weights, momentum, place = state.weights, state.momentum, int(state.length[0])
@@ -189,7 +195,7 @@ def _look_on(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor, chunk_size
         part = slice(start, start + chunk_size - place)
         inputs, errors = gradient_factors(rule, weights, k[:, :, part], v[:, :, part])
         open_gates = gates[..., part]
-        if place:  # the chunk was open: its first tokens belong to it
+        if place:  # the chunk already holds tokens of the last call
             inputs = _behind(state.inputs, inputs, place, dim=-2)
             errors = _behind(state.errors, errors, place, dim=-2)
             open_gates = _behind(state.gates, open_gates, place, dim=-1)
@@ -200,15 +206,15 @@ def _look_on(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor, chunk_size
         weights, momentum = advance(weights, momentum, inputs, errors, after.last())
         if state.start is not None:
             weights = rule.at_boundary(weights, state.start, after.last().A)
-            if open_gates[0].shape[-1] == chunk_size:  # the chunk is complete: its last token leaves it so
+            if open_gates[0].shape[-1] == chunk_size:  # the chunk is complete: the last token's norm includes this
                 norm[..., -1] = _norm(weights)
         start, place = part.stop, 0
     surprise, norm = (torch.cat(parts, dim=-1) for parts in zip(*found))
     return surprise, v.square().sum(-1), *gates, norm
 
 
-def _look_back(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor, *_):
-    """The same for tokens that are only read with: the memory stays as it is, no gate is used."""
+def _fields_when_read(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor, *_):
+    """The same for tokens that are not written: the memory does not change, and all gates are 0."""
     weights, _ = state.current()
     answers = recall(weights, k.transpose(1, 2)).transpose(1, 2)
     norm = _norm(weights)[..., None].expand(k.shape[:3])
@@ -216,24 +222,24 @@ def _look_back(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor, *_):
 
 
 def _norm(weights: tuple[Tensor, ...]) -> Tensor:
-    """[B, H] over the memory's depth."""
+    """[B, H] the norm over all layers of the memory."""
     return sum(W.square().sum((-2, -1)) for W in weights).sqrt()
 
 
 def _behind(old: tuple[Tensor, ...], new: tuple[Tensor, ...] | Tensor, place: int, dim: int) -> tuple[Tensor, ...]:
-    """The open chunk's first `place` tokens with the new ones behind them."""
+    """The first `place` tokens of the open chunk, followed by the new ones."""
     return tuple(torch.cat((x.narrow(dim, 0, place), y), dim) for x, y in zip(old, new, strict=True))
 
 
 def _before(after: Coefficients, place: int) -> Coefficients:
-    """The memory that each token from `place` on finds: its predecessor's, and the chunk's start for the first."""
+    """The coefficients of the memory just before each token from `place` on: those after the token before it."""
     start = Coefficients(*(torch.zeros_like(x[..., :1, :]) for x in after))
     start = start._replace(A=torch.ones_like(start.A), m=torch.ones_like(start.m))
     return Coefficients(*(torch.cat((x, y[..., :-1, :]), -2)[..., place:, :] for x, y in zip(start, after)))
 
 
 def _norms(weights, momentum, inputs, errors, after: Coefficients) -> Tensor:
-    """[B, H, n] the norm of `M_t = A W + B S - sum C_i u_i` over the memory's depth, without forming any `M_t`."""
+    """[B, H, n] the norm of `M_t = A W + B S - sum C_i u_i` over all layers, without computing any `M_t`."""
     A, B, C = after.A[..., 0], after.B[..., 0], after.C
     total = 0.0
     for W, S, a, g in zip(weights, momentum, inputs, errors, strict=True):

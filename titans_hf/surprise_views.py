@@ -1,8 +1,8 @@
-"""A `SurpriseTrace` to look at: in the terminal (rich), as a page, and as a picture (matplotlib).
+"""Views of a `SurpriseTrace`: in the terminal (rich), as HTML, and as a plot (matplotlib).
 
-All three show relative surprise, `|M(k) - v|^2 / |v|^2`: 0 where the memory foresaw the token, 1 where it knew nothing
-(a memory that is wrong has more). Colours span the text's own 2nd to 98th percentile, up to 2: a single head that has
-run wild would hide all others. The legend says which values that are.
+All three show relative surprise, `|M(k) - v|^2 / |v|^2`: 0 where the memory predicted the token, 1 where it knew
+nothing, more where it was wrong. The colours range from the 2nd to the 98th percentile of the text, and to at most 2,
+so that one diverged head does not hide the others. The legend gives the range.
 """
 
 import html
@@ -13,10 +13,10 @@ from torch import Tensor
 
 PALETTE = ((255, 255, 229), (254, 217, 118), (253, 141, 60), (227, 26, 28), (128, 0, 38))  # little to much surprise
 LEGEND = "little surprise {low:.2f} {bar} {high:.2f} much   |M(k) - v|\N{SUPERSCRIPT TWO} / |v|\N{SUPERSCRIPT TWO}"
-WILD = 2.0
+MAX_COLOURED = 2.0  # relative surprise beyond which the colour stays the same
 NOTEBOOK_TOKENS, PAGE_TOKENS, TERMINAL_TOKENS = 2_000, 20_000, 1_500
-COLUMNS = 1_200  # of a picture; longer texts are drawn as means
-LABELLED = 120  # tokens that a picture names one by one
+COLUMNS = 1_200  # points along a plot; longer texts are averaged in bins
+LABELLED = 120  # longest text whose tokens label the axis of a plot
 
 
 def needed(package: str, error: ImportError) -> ImportError:
@@ -24,13 +24,13 @@ def needed(package: str, error: ImportError) -> ImportError:
 
 
 def span(values: Tensor) -> tuple[float, float]:
-    """Where the colours begin and end."""
+    """The values at which the colours begin and end."""
     low, high = torch.quantile(values[:100_000].double(), torch.tensor([0.02, 0.98], dtype=torch.float64)).tolist()
-    return low, max(min(high, WILD), low + 1e-6)
+    return low, max(min(high, MAX_COLOURED), low + 1e-6)
 
 
 def shade(value: float, low: float, high: float) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """The colour of a value, and black or white to write on it."""
+    """The background colour of a value, and black or white for the text on it."""
     place = min(max((value - low) / (high - low), 0.0), 1.0) * (len(PALETTE) - 1)
     index = min(int(place), len(PALETTE) - 2)
     pair = zip(PALETTE[index], PALETTE[index + 1], strict=True)
@@ -44,14 +44,14 @@ def css(colour: tuple[int, int, int]) -> str:
 
 
 def shown_tokens(trace, limit: int) -> Iterator[tuple[str, float]]:
-    """The first tokens of a trace as (text, relative surprise)."""
+    """The first `limit` tokens of a trace as (text, relative surprise)."""
     surprise = trace.per_token()[:limit].tolist()
     texts = (trace.tokens or ["\N{BLACK SQUARE}"] * len(trace))[:limit]
     return zip(texts, surprise, strict=True)
 
 
 def layer_rows(trace) -> list[tuple[str, ...]]:
-    """A line for each layer: surprise in the first and last tenth, gates, and the memory's size."""
+    """One row per layer: mean surprise in the first and last tenth of the text, mean gates, first and last norm."""
     tenth = max(1, len(trace) // 10)
     rows = []
     for layer in range(trace.surprise.shape[0]):
@@ -82,7 +82,7 @@ def terminal():
 
 
 def terminal_view(trace, limit: int = TERMINAL_TOKENS):
-    """The text on coloured ground, with a legend, and a table by layer."""
+    """The text on a coloured background, with a legend and a table by layer."""
     try:
         from rich.console import Group
         from rich.table import Table
@@ -104,11 +104,11 @@ def terminal_view(trace, limit: int = TERMINAL_TOKENS):
     return Group(Text.assemble(before, *steps, after), Text(), text, Text(left_out(trace, limit)), table)
 
 
-# Page
+# HTML
 
 
 def html_view(trace, limit: int = NOTEBOOK_TOKENS) -> str:
-    """The text on coloured ground, each token with its numbers in a tooltip."""
+    """The text on a coloured background, each token with its numbers in a tooltip."""
     low, high = span(trace.per_token())
     gradient = ", ".join(map(css, PALETTE))
     bar = (
@@ -133,7 +133,7 @@ def html_view(trace, limit: int = NOTEBOOK_TOKENS) -> str:
 
 
 def tooltips(trace) -> list[str]:
-    """What a page says of each token."""
+    """The tooltip of each token: surprise, by layer too, gates and norm."""
     total = trace.per_token().tolist()
     layers = torch.stack([trace.per_token(layer) for layer in range(trace.surprise.shape[0])], dim=1).tolist()
     means = zip(*(getattr(trace, name).mean((0, 1)).tolist() for name in ("theta", "eta", "alpha", "norm")))
@@ -152,11 +152,11 @@ def html_page(trace, title: str) -> str:
     )
 
 
-# Picture
+# Plot
 
 
 def figure(trace, title: str):
-    """Surprise over the tokens, by layer and head; gates; the memory's size."""
+    """A plot over the tokens: surprise, surprise by layer and head, gates, memory norm."""
     try:
         from matplotlib.colors import LinearSegmentedColormap
         from matplotlib.figure import Figure
@@ -184,7 +184,7 @@ def figure(trace, title: str):
     drawing.colorbar(image, ax=heat, label="relative surprise", extend="both", pad=0.01)
     label_heads(heat, *trace.surprise.shape[:2])
     for name, colour in (("theta", "tab:blue"), ("eta", "tab:green"), ("alpha", "tab:red")):
-        meaning = {"theta": "theta, step", "eta": "eta, momentum kept", "alpha": "alpha, forgotten"}[name]
+        meaning = {"theta": "theta, step size", "eta": "eta, momentum decay", "alpha": "alpha, forget gate"}[name]
         gates.plot(across, binned(getattr(trace, name).mean((0, 1)), bins).numpy(), color=colour, lw=1, label=meaning)
     gates.set_yscale("log")
     gates.set_ylabel("gates\n(mean)")
@@ -195,14 +195,14 @@ def figure(trace, title: str):
         axes.margins(y=0.3)
         axes.legend(loc="lower right" if axes is top else "upper right", ncols=8, fontsize=8, framealpha=0.8)
         axes.grid(alpha=0.3, axis="y")
-    top.set_ylim(0, max(1.2, min(top.get_ylim()[1], 1.5 * WILD)))
+    top.set_ylim(0, max(1.2, min(top.get_ylim()[1], 1.5 * MAX_COLOURED)))
     size.set_ylim(bottom=0)
     label_tokens(size, trace)
     return drawing
 
 
 def binned(x: Tensor, width: int) -> Tensor:
-    """Means of `width` neighbours along the last axis; the last bin may be shorter."""
+    """Means over bins of `width` along the last axis; the last bin may be shorter."""
     return torch.stack([part.mean(-1) for part in x.split(width, dim=-1)], dim=-1)
 
 
