@@ -403,6 +403,8 @@ def _forms(backend: str, state: MemoryState, q: Tensor, chunk_size: int) -> _For
         kernels.refuse(state.weights, q, chunk_size)
     elif kernels.refusal(state.weights, q, chunk_size) is not None:
         return _Forms()
+    if backend == "auto" and not kernels.passes(state.weights, q, chunk_size, scan_chunks, extend_chunk, MemoryState):
+        return _Forms()
 
     def extend(state: MemoryState, q: Tensor, *rest):
         state = replace(state, pen=None)

@@ -9,6 +9,7 @@ import triton  # noqa: F401  without it nothing here can run: say so at once
 
 from .extend import extend_chunk
 from .scan import scan_chunks
+from .self_check import passes
 from .served import refusal, refuse
 
-__all__ = ["extend_chunk", "refusal", "refuse", "scan_chunks"]
+__all__ = ["extend_chunk", "passes", "refusal", "refuse", "scan_chunks"]
