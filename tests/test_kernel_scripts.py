@@ -34,6 +34,20 @@ def test_the_list_is_checked_against_the_sources(tmp_path):
     assert "was made from other sources" in done.stdout, done.stderr
 
 
+CODE_OF = """
+from kernel_resources import code_of
+source = "'First.'\\nx = 1  # why\\n\\ndef f():\\n    'F.'\\n    return '# not a comment'\\n"
+print(code_of(source))
+"""
+
+
+def test_words_do_not_count_as_sources_and_code_does():
+    """So that a docstring can be improved without compiling everything again."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT / "scripts" / "bench")}
+    done = subprocess.run([sys.executable, "-c", CODE_OF], capture_output=True, text=True, env=environment)
+    assert done.stdout == "x = 1\ndef f():\n    return '# not a comment'\n", done.stderr
+
+
 def test_the_roofline_in_the_readme_is_the_scripts():
     assert run("bench/kernel_roofline.py", "--check").returncode == 0
 

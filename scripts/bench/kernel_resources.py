@@ -8,13 +8,16 @@ a summary into kernels/README.md. Needs triton and no GPU; TRITON_INTERPRET must
 """
 
 import argparse
+import ast
 import csv
 import hashlib
+import io
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import tokenize
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass, fields
@@ -134,10 +137,24 @@ def _read_amd(asm: dict, shared: int) -> Resources:
     return Resources(note("vgpr_count"), note("agpr_count"), note("private_segment_fixed_size"), shared)
 
 
+def code_of(source: str) -> str:
+    """The source without docstrings, comments and blank lines."""
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            first, last = node.body[0].lineno - 1, node.body[0].end_lineno
+            lines[first:last] = [""] * (last - first)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
 def digest() -> str:
-    """Of what decides the resources: the kernels' sources and the launch sizes."""
-    sources = [(PACKAGE / f"{name}.py").read_bytes() for name in ("tiles", "forward", "backward", "decode", "served")]
-    return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
+    """A hash of what decides the resources: the code of the kernels and the launch sizes."""
+    files = [PACKAGE / f"{name}.py" for name in ("tiles", "forward", "backward", "decode", "served")]
+    return hashlib.sha256("\n".join(code_of(file.read_text()) for file in files).encode()).hexdigest()[:16]
 
 
 def triton_version() -> str:
