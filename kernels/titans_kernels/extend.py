@@ -43,7 +43,7 @@ def _extend(
     counts: Tensor,
     max_surprise: float | None,
 ) -> list[Tensor]:
-    """The output [B, H, 1, D], the next length, the slots of the gates, and the next state, ordered as the arguments."""
+    """The output [B, H, 1, D], the next length, the slots of the gates, and the next state in argument order."""
     from . import launch
 
     state = (*weights, *momentum, *inputs, *errors)

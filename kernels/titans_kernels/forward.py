@@ -57,7 +57,7 @@ def coefficients_kernel(
 
 @triton.jit
 def end_of_chunk(step, in_S, decay, drift, momentum, here, t, C: tl.constexpr):
-    """Coefficients at the last token: of `M_0` and `S_0` in `M`, of `S_0` in `S`, of the gradients in `M` and in `S`."""
+    """Coefficients at the last token: of `M_0` and `S_0` in `M`, of `S_0` in `S`, of the gradients in `M` and `S`."""
     last = here + C - 1
     to_M, to_S = tl.load(step + last * C + t), tl.load(in_S + last * C + t)
     return tl.load(decay + last), tl.load(drift + last), tl.load(momentum + last), to_M, to_S
