@@ -29,7 +29,7 @@ CAP = 5.0  # exceeded by a third to a half of the gradients; none is so close th
 TOLERANCE = {
     "ieee": 1e-4,
     "tf32": 1e-2,
-}  # largest difference in a tensor, relative to its largest entry; see the README
+}  # largest difference in a tensor, relative to its largest entry
 
 FAILURES = (
     TritonError,  # CompilationError, OutOfResources, PTXASError
