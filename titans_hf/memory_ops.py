@@ -119,11 +119,11 @@ def choose_form(backend: str, rule: Rule, state: MemoryState, q: Tensor, chunk_s
     if backend != "triton" and (backend != "auto" or not q.is_cuda or inside_functorch()):
         return TORCH
     refusal = kernel_refusal(rule, state, q, chunk_size)
-    if refusal is None:
-        return Form("triton", _kernel_scan, _kernel_extend)
-    if backend == "triton":
+    if refusal is not None and backend == "triton":
         raise ValueError(f"`backend='triton'` {refusal}")
-    return TORCH
+    if refusal is not None or (backend == "auto" and not _kernels_pass(state, q, chunk_size)):
+        return TORCH
+    return Form("triton", _kernel_scan, _kernel_extend)
 
 
 def kernel_refusal(rule: Rule, state: MemoryState, q: Tensor, chunk_size: int) -> str | None:
@@ -146,6 +146,11 @@ def _kernels():
     except ImportError:
         return None
     return titans_kernels
+
+
+def _kernels_pass(state: MemoryState, q: Tensor, chunk_size: int) -> bool:
+    """Whether the kernels agree with torch on this device; checked at their first use (`titans_kernels.self_check`)."""
+    return _kernels().passes(state.weights, q, chunk_size, scan_chunks, extend_chunk, MemoryState)
 
 
 def _kernel_scan(rule: Rule, weights, momentum, start, tokens, chunks: Tensor | None):

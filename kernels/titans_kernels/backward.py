@@ -1,11 +1,11 @@
-"""The backward of the chunked update: what `chunk_ops` computes, split by what waits for what.
+"""Backward kernels of the chunked update: the hand-written backward of `titans_hf/memory_chunks.py` in three kernels.
 
-The read's share of every gradient is known chunk by chunk, all at once (`read_backward_kernel`). The rest needs the
-gradient of the state at the chunk's end, and so goes through the chunks from the last to the first
-(`write_backward_kernel`). The gates come last, again all chunks at once (`gates_backward_kernel`).
+`read_backward_kernel` computes the gradients that come from the outputs, all chunks in parallel.
+`write_backward_kernel` adds those that come from the state at a chunk's end, and so runs from the last chunk to the
+first. `gates_backward_kernel` turns gradients of coefficients into gradients of gates, all chunks in parallel.
 
-Axis letters and layouts as in `forward.py`. `d_W`, `d_S` [B, H, P + 1, in, out] hold the gradient of the state at every
-chunk boundary; gradients of errors and inputs of a layer are [B, H, P, C, width].
+Axis letters and layouts as in `forward.py`. `d_W`, `d_S` [B, H, P + 1, in, out] are the gradients of the state at every
+chunk boundary; gradients of a layer's inputs and errors are [B, H, P, C, width].
 """
 
 import triton
@@ -21,10 +21,11 @@ def _layer_read_backward(
     FIRST: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
     BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Through `z = decay (xb W) + drift (xb S) - (overlap * step * scale) error`, with `overlap = xb x^T`.
+    """Backward of `z = decay (xb W) + drift (xb S) - (overlap * step * scale) error`, with `overlap = xb x^T`.
 
-    Writes d_xb, d_x [C, IN], d_error [C, OUT] (of the capped error), d_W and d_S [IN, OUT]; adds to d_step [C, C]
-    (FIRST: sets it). `work` [C, C] is room for the gradient of the overlap. Returns the gradients of decay and drift.
+    Returns the gradients of decay and drift. Stores d_xb, d_x [C, IN], d_error [C, OUT] (of the capped error), d_W and
+    d_S [IN, OUT]; adds to d_step [C, C], or sets it if FIRST. `work` [C, C] is workspace for the gradient of the
+    overlap.
     """
     weight = load_tile(step, t, t, C, 1)
     for start in range(0, rolled(C), BC):
@@ -35,7 +36,7 @@ def _layer_read_backward(
             found += load_tile(d_step, t, i, C, 1)
         store_tile(d_step, t, i, C, found)
         store_tile(work, t, i, C, d_product * load_tile(step, t, i, C, 1))
-    tl.debug_barrier()  # the gradient of the overlap is read by other threads than wrote it
+    tl.debug_barrier()  # other threads read the gradient of the overlap
     d_decay, d_drift = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     for start in range(0, rolled(IN), BI):
         i = start + tl.arange(0, BI)
@@ -70,10 +71,10 @@ def read_backward_kernel(
     H, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The read path's share of all gradients. Grid (P, B H).
+    """Gradients through the outputs, from dy. Grid (P, B H).
 
-    read, d_read [2, C, F] and [C, F], overlap, work [C, C]: room for the hidden layer of the queries before and after
-    the non-linearity, its gradient, and products. For the rest see `_layer_read_backward`.
+    Workspace: read [2, C, F], the hidden layer of the queries before and after the non-linearity; d_read [C, F], its
+    gradient; overlap and work [C, C]. For the results see `_layer_read_backward`.
     """
     row, n = tl.program_id(1).to(tl.int64), tl.program_id(0)
     if n >= chunks_here(chunks, row, first, P, H):
@@ -91,7 +92,7 @@ def read_backward_kernel(
             P1 = product(q + tokens, D, 1, k + tokens, 1, D, t, i, D, BD, PRECISION)
             P1 *= load_tile(step, t, i, C, 1) * tl.load(scale1 + here + i)[None, :]
             store_tile(work, t, i, C, P1)
-        tl.debug_barrier()  # here and below: what follows reads what other threads wrote
+        tl.debug_barrier()  # each barrier here: the next step reads what other threads stored
         for start in range(0, rolled(F), BF):
             f = start + tl.arange(0, BF)
             Z = M_of_M[:, None] * product(q + tokens, D, 1, W1 + slot, F, 1, t, f, D, BD, PRECISION)
@@ -136,11 +137,11 @@ def _layer_write_backward(
     x, error, scale, d_W, d_S, d_x, d_error, to_M, to_S, max_surprise, t,
     IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Through a layer's update `M = ... - x^T (to_M scale error)`, `S = ... - x^T (to_S scale error)` and its cap.
+    """Backward of a layer's update `M = ... - x^T (to_M scale error)`, `S = ... - x^T (to_S scale error)` and its cap.
 
-    d_W, d_S: of the state after the chunk. Completes d_error (of the capped error) and d_x in place, the latter with
-    the cap's share. Returns the gradients of to_M and to_S, and what the cap takes: the gradient of the error before it
-    is `scale d_error - taken error`.
+    Returns the gradients of to_M and to_S, and `taken` [C]: the gradient of the error before the cap is
+    `scale d_error - taken error`. d_W, d_S: gradients of the state after the chunk. Completes in place d_error (of the
+    capped error) and d_x, including the part of d_x that comes from the cap.
     """
     s = tl.load(scale + t)
     from_M, from_S = tl.zeros(t.shape, tl.float32), tl.zeros(t.shape, tl.float32)
@@ -176,9 +177,10 @@ def _state_backward(
     W, S, d_W, d_S, x, dz, more, error, M_of_M, M_of_S, S_of_S, t,
     TWO: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Complete the gradient of the state before a chunk, which holds the read's share; the next slot has that after it.
+    """Complete the gradient of the state before a chunk; return the gradients of the old state's three coefficients.
 
-    Adds `x^T dz`, and `more^T error` if TWO. Returns the gradients of the three coefficients of the old state.
+    d_W, d_S hold the part that comes from the outputs, and in the next slot the gradient of the state after the chunk.
+    Adds `x^T dz`, and `more^T error` if TWO.
     """
     from_decay, from_drift, from_momentum = 0.0, 0.0, 0.0
     for i_start in range(0, rolled(IN), BI):
@@ -210,11 +212,12 @@ def write_backward_kernel(
     H, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The update's share of all gradients, from a row's last chunk to its first. Grid (B H).
+    """Gradients through the state updates, from a row's last chunk to its first. Grid (B H).
 
-    d_k, d_hidden, d_error1, d_error2 come with the read's share and are used as room; d_W and d_S hold the gradient of
-    the state after the last chunk in the slot behind it, and are completed down to slot 0. Written: dk, dv; d_to_M,
-    d_to_S [C], the gradients of the last rows of `step` and `in_S`; d_end [3], of the last decay, drift and momentum.
+    d_k, d_hidden, d_error1, d_error2 hold the gradients through the outputs, and are overwritten. d_W and d_S hold the
+    gradient of the end state in the slot after the last chunk, and are completed down to slot 0. Stores dk and dv;
+    d_to_M and d_to_S [C], the gradients of the last rows of `step` and `in_S`; d_end [3], those of the last decay,
+    drift and momentum.
     """
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, C)
@@ -231,7 +234,7 @@ def write_backward_kernel(
         )  # fmt: skip
         s1 = tl.load(scale1 + here + t)[:, None]
         if DEPTH == 1:
-            tl.debug_barrier()  # here and below: what follows reads what other threads wrote
+            tl.debug_barrier()  # each barrier here: the next step reads what other threads stored
             for start in range(0, rolled(F), BF):
                 f = start + tl.arange(0, BF)
                 d_tile = s1 * load_tile(d_error1 + wide, t, f, F, 1)
@@ -249,7 +252,7 @@ def write_backward_kernel(
             from_S += more_S
             s2 = tl.load(scale2 + here + t)[:, None]
             tl.debug_barrier()
-            for start in range(0, rolled(F), BF):  # back through the error's own chain: error1 = (error2 W2^T) slope
+            for start in range(0, rolled(F), BF):  # error1 = (error2 W2^T) slope
                 f = start + tl.arange(0, BF)
                 Z = load_tile(pre + wide, t, f, F, 1)
                 d_tile = s1 * load_tile(d_error1 + wide, t, f, F, 1)
@@ -300,7 +303,7 @@ def gates_backward_kernel(
     eta, alpha, step, in_S, decay, drift, momentum, d_step, d_decay, d_drift, d_to_M, d_to_S, d_end,
     d_theta, d_eta, d_alpha, chunks, first, N, P, H, C: tl.constexpr,
 ):  # fmt: skip
-    """From the coefficients to the gates: the recurrence of `coefficients_kernel`, walked backwards. Grid (P, B H)."""
+    """Gradients of theta, eta and alpha: the recurrence of `coefficients_kernel` in reverse. Grid (P, B H)."""
     row, n = tl.program_id(1).to(tl.int64), tl.program_id(0)
     if n >= chunks_here(chunks, row, first, P, H):
         return

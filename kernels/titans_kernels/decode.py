@@ -1,9 +1,9 @@
-"""One token in one kernel: written into the open chunk and read, the step of decoding.
+"""The decoding step in one kernel: writes one token into the open chunk and reads the memory after it (Eqs. 12-16).
 
-The kernel writes the whole next state beside the old one: a carried state is never changed in place, the host need not
-learn whether a chunk is full, and every step is the same launch, which a CUDA graph can hold.
+The kernel stores the next state in new tensors. It never changes a state in place, needs no synchronisation with the
+host to know whether a chunk is full, and is the same launch at every step, which a CUDA graph can capture.
 
-Axis letters as in `forward.py`; slots are the C places of the open chunk. Everything is contiguous.
+Axis letters as in `forward.py`; slots are the C tokens of the open chunk. All tensors are contiguous.
 """
 
 import triton
@@ -14,7 +14,7 @@ from .tiles import cap, kernel, load_tile, rolled, silu, silu_slope, store_tile
 
 @triton.jit
 def _coefficients_at(theta, eta, alpha, new_theta, new_eta, new_alpha, here, slot, i, C: tl.constexpr):
-    """The coefficients after the token in `slot`: the walk of `coefficients_kernel` over the slots up to it."""
+    """The coefficients after the token in `slot`, by the recurrence of `coefficients_kernel` up to that slot."""
     size = tl.where(i == slot, new_theta, tl.load(theta + here + i))
     to_S, to_M = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     S_of_S, M_of_S, M_of_M = 1.0, 0.0, 1.0
@@ -31,13 +31,13 @@ def _coefficients_at(theta, eta, alpha, new_theta, new_eta, new_alpha, here, slo
 
 @triton.jit
 def _next_gate(gate, next_gate, new, here, i, written):
-    """A gate's slots with the new token's in its place."""
+    """Store the slots of a gate with the new token's value in its slot."""
     tl.store(next_gate + here + i, tl.where(i == written, new, tl.load(gate + here + i)))
 
 
 @triton.jit
 def _next_factors(old, after, fresh, i, columns, written, WIDTH):
-    """Some columns of a layer's factors [C, WIDTH] with the new token's in its slot; also stored."""
+    """Some columns of a layer's factors [C, WIDTH] with the new token's in its slot; stores them as well."""
     tile = tl.where((i == written)[:, None], fresh[None, :], load_tile(old, i, columns, WIDTH, 1))
     store_tile(after, i, columns, WIDTH, tile)
     return tile
@@ -48,7 +48,7 @@ def _next_state(
     W, S, next_W, next_S, x, error, M_of_M, M_of_S, S_of_S, to_M, to_S, i, closes,
     IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Weights and momentum at the next boundary if the token closes the chunk, a copy of the old ones if not."""
+    """Store weights and momentum at the next boundary if the token completes the chunk, else copies of the old ones."""
     for a_start in range(0, rolled(IN), BI):
         a = a_start + tl.arange(0, BI)
         for b_start in range(0, rolled(OUT), BO):
@@ -71,16 +71,17 @@ def token_kernel(
     H, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Read one token of every row that has one (`counts` [B] is 1, else 0). One program per (batch, head).
+    """Output and next state of one token in every row that has one (`counts` [B] is 1, else 0). Grid (B H).
 
     q, k, v, y [D]; new gates: one number; theta, eta, alpha [C]; W, S [in, out]; x1 [C, D], x2 [C, F], error1 [C, F],
-    error2 [C, D]; length [B]. `next_` of each is the state after the token. fresh [2, F]: room for the token's factors.
+    error2 [C, D]; length [B]. Names with `next_` are the state after the token. fresh [2, F]: workspace for the
+    token's factors.
     """
     row = tl.program_id(0).to(tl.int64)
     batch, here, state = row // H, row * C, row * D * F
     i, d = tl.arange(0, C), tl.arange(0, D)
     slot, real = tl.load(length + batch), tl.load(counts + batch) > 0
-    written = tl.where(real, slot, C)  # a row without a token writes nowhere
+    written = tl.where(real, slot, C)  # C is no slot: a row without a token fills none
     closes = written == C - 1
     if row % H == 0:
         tl.store(next_length + batch, tl.where(closes, 0, slot + tl.where(real, 1, 0)))
@@ -94,7 +95,7 @@ def token_kernel(
     Q, K = tl.load(q + row * D + d), tl.load(k + row * D + d)
     V, k_squared = tl.load(v + row * D + d), tl.sum(K * K)
     keys = _next_factors(x1 + here * D, next_x1 + here * D, K, i, d, written, D)
-    weight = to_M * tl.sum(keys * Q[None, :], axis=1)  # [C] of each gradient in the answer
+    weight = to_M * tl.sum(keys * Q[None, :], axis=1)  # [C] weight of each gradient in the output
     fresh_x, fresh_error = fresh + row * 2 * F, fresh + row * 2 * F + F
     error_squared = 0.0
     if DEPTH == 1:
@@ -104,7 +105,7 @@ def token_kernel(
             E = 2.0 * (E - tl.load(v + row * D + f))
             error_squared += tl.sum(E * E)
             tl.store(fresh_error + f, E)
-        tl.debug_barrier()  # here and below: what follows reads what other threads wrote
+        tl.debug_barrier()  # each barrier here: the next step reads what other threads stored
         capped = cap(k_squared, error_squared, max_surprise)
         for start in range(0, rolled(F), BF):
             f = start + tl.arange(0, BF)

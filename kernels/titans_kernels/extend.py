@@ -1,4 +1,4 @@
-"""`extend_chunk` by Triton, for one token: the step of decoding, as a torch operator without a backward."""
+"""`extend_chunk` in Triton for one token, the decoding step, as a torch operator without a backward."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from .served import refuse
 
 
 def extend_chunk(state, q, k, v, theta, eta, alpha, counts: Tensor | None, max_surprise: float | None):
-    """As `titans_hf.memory_ops.extend_chunk`, which is its definition, for one token and no gradient."""
+    """The output and the next state, as `titans_hf.memory_ops.extend_chunk` defines them; one token, no gradient."""
     refuse(state.weights, q, state.gates[0].shape[-1])
     if q.shape[2] != 1:
         raise ValueError(f"the decode kernel reads one token, `q` has {q.shape[2]}: use the torch form")
@@ -43,7 +43,7 @@ def _extend(
     counts: Tensor,
     max_surprise: float | None,
 ) -> list[Tensor]:
-    """The output [B, H, 1, D], the next length, the gates' slots, and the next state in the order of the arguments."""
+    """The output [B, H, 1, D], the next length, the slots of the gates, and the next state in argument order."""
     from . import launch
 
     state = (*weights, *momentum, *inputs, *errors)

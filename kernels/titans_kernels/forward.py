@@ -1,13 +1,13 @@
-"""The forward of the chunked update: coefficients, states, outputs.
+"""Forward kernels of the chunked update: coefficients, states, outputs (Eqs. 12-16).
 
-The states kernel writes one chunk after another into the memory and leaves every chunk's start in global memory, where
-the outputs kernel finds it and reads all chunks at once.
+The states kernel is sequential over chunks and stores the state at the start of each. The outputs kernel then reads
+all chunks in parallel.
 
-Axis letters: B batch, H heads, N chunks of a row, P chunks of the piece that is worked on (from chunk `first`), C
+Axis letters: B batch, H heads, N chunks of a row, P chunks of the current piece (which starts at chunk `first`), C
 tokens of a chunk, D head width, F width of the first layer's output (the hidden width; D in a memory of one layer).
-Tokens and gates are [B, H, N, C, ...]; everything made from them is [B, H, P, ...]; states are [B, H, P + 1, in, out].
-All of it is contiguous. Errors are the memory's back-propagated errors before the cap, and `scale` [C] is the cap: it
-goes with the coefficients, so that no capped copy is made.
+Tokens and gates are [B, H, N, C, ...]; intermediate results are [B, H, P, ...]; states are [B, H, P + 1, in, out]. All
+tensors are contiguous. Errors are stored before the surprise cap; its factor `scale` [C] multiplies the coefficients
+instead, which saves a capped copy.
 """
 
 import triton
@@ -18,7 +18,7 @@ from .tiles import cap, kernel, load_tile, product, rolled, silu, silu_slope, sq
 
 @triton.jit
 def chunks_here(chunks, row, first, P, H):
-    """How many chunks of this piece the row has."""
+    """The number of chunks that the row has in this piece."""
     return tl.minimum(tl.maximum(tl.load(chunks + row // H) - first, 0), P)
 
 
@@ -26,11 +26,11 @@ def chunks_here(chunks, row, first, P, H):
 def coefficients_kernel(
     theta, eta, alpha, step, in_S, decay, drift, momentum, first, N, P, KEEP: tl.constexpr, C: tl.constexpr
 ):
-    """What the state after each token of a chunk is made of (Eqs. 13 and 14). Grid (P, B H).
+    """Coefficients of the state after each token of a chunk (Eqs. 13 and 14). Grid (P, B H).
 
-    step [C, C]: the weight of gradient i in `M_t`; in_S [C, C]: in `S_t` (the last row alone unless KEEP); decay, drift
-    [C]: of `M_0` and `S_0` in `M_t`; momentum [C]: of `S_0` in `S_t`. Row t follows from row t - 1 by the recurrence
-    itself: no products are divided, and gates of exactly 0 and 1 are ordinary values.
+    step [C, C] is the weight of gradient i in `M_t`, in_S [C, C] its weight in `S_t` (only the last row unless KEEP).
+    decay and drift [C] are the weights of `M_0` and `S_0` in `M_t`, momentum [C] that of `S_0` in `S_t`. Row t follows
+    from row t - 1 by the recurrence, without a division: gates may be exactly 0 or 1.
     """
     row, n = tl.program_id(1).to(tl.int64), tl.program_id(0)
     tokens, here = (row * N + first + n) * C, (row * P + n) * C
@@ -57,7 +57,7 @@ def coefficients_kernel(
 
 @triton.jit
 def end_of_chunk(step, in_S, decay, drift, momentum, here, t, C: tl.constexpr):
-    """The coefficients after a chunk: of `M_0` and `S_0` in `M`, of `S_0` in `S`, and of the gradients in each."""
+    """Coefficients at the last token: of `M_0` and `S_0` in `M`, of `S_0` in `S`, of the gradients in `M` and `S`."""
     last = here + C - 1
     to_M, to_S = tl.load(step + last * C + t), tl.load(in_S + last * C + t)
     return tl.load(decay + last), tl.load(drift + last), tl.load(momentum + last), to_M, to_S
@@ -68,7 +68,7 @@ def _update(
     W, S, x, error, scale, end, t, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Weights and momentum in the next slot, after a chunk of gradients `x_i error_i^T`."""
+    """Store weights and momentum after a chunk of gradients `x_i error_i^T` in the next slot."""
     M_of_M, M_of_S, S_of_S, to_M, to_S = end
     to_M, to_S = (to_M * scale)[:, None], (to_S * scale)[:, None]
     for i_start in range(0, rolled(IN), BI):
@@ -90,11 +90,11 @@ def linear_states_kernel(
     k, v, step, in_S, decay, drift, momentum, W1, S1, error1, scale1, chunks, max_surprise, first, N, P,
     H, GROUP, KEEP: tl.constexpr, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write chunks into a memory of one layer, weights and momentum in registers. Grid (groups, B H).
+    """States of a memory of one layer, with weights and momentum in registers. Grid (groups, B H).
 
-    W1, S1 [P + 1, D, D]: a group of GROUP chunks finds its start in its first slot and fills the slots behind it. KEEP
-    is for the backward, which starts every group from a checkpoint: the end of a group is then left alone, another
-    group has it. error1 [P, C, D], scale1 [P, C]: what the outputs kernel needs of each chunk.
+    W1, S1 [P + 1, D, D]: each group of GROUP chunks reads its start from its first slot and fills the slots after it.
+    The backward sets KEEP and starts every group from a checkpoint; a group then does not store its end, which is the
+    checkpoint of the next group. Also stores error1 [P, C, D] and scale1 [P, C] for the outputs kernel.
     """
     row, group = tl.program_id(1).to(tl.int64), tl.program_id(0)
     t, d = tl.arange(0, C), tl.arange(0, D)
@@ -127,11 +127,11 @@ def states_kernel(
     H, GROUP, KEEP: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
     BD: tl.constexpr, BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write chunks into a memory of one or two layers whose states live in the L2 cache. Grid (groups, B H).
+    """States of a memory of one or two layers, in global memory (L2). Grid (groups, B H).
 
-    W1, S1 [P + 1, D, F] and W2, S2 [P + 1, F, D] as in the linear kernel. For each chunk it leaves pre [C, F] and
+    W1, S1 [P + 1, D, F] and W2, S2 [P + 1, F, D] as in the linear kernel. For each chunk it also stores pre [C, F] and
     hidden [C, F], the keys' hidden layer before and after the non-linearity; error1 [C, F] and error2 [C, D]; their
-    caps; and, if KEEP, through [C, F], the first error before the slope.
+    cap factors; and, if KEEP, through [C, F], the first layer's error before the slope of the non-linearity.
     """
     row, group = tl.program_id(1).to(tl.int64), tl.program_id(0)
     t = tl.arange(0, C)
@@ -149,7 +149,7 @@ def states_kernel(
                 E = 2.0 * (out - load_tile(v + tokens, t, f, D, 1))
                 error1_squared += tl.sum(E * E, axis=1)
                 store_tile(error1 + here * F, t, f, F, E)
-            tl.debug_barrier()  # errors are read by other threads than wrote them
+            tl.debug_barrier()  # other threads read these errors
         else:
             hidden_squared, error2_squared = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
             for start in range(0, rolled(F), BF):
@@ -159,14 +159,14 @@ def states_kernel(
                 hidden_squared += tl.sum(A * A, axis=1)
                 store_tile(pre + here * F, t, f, F, Z)
                 store_tile(hidden + here * F, t, f, F, A)
-            tl.debug_barrier()  # activations, likewise
+            tl.debug_barrier()  # other threads read these activations
             for start in range(0, rolled(D), BD):
                 d = start + tl.arange(0, BD)
                 out = product(hidden + here * F, F, 1, W2 + slot, D, 1, t, d, F, BF, PRECISION)
                 E = 2.0 * (out - load_tile(v + tokens, t, d, D, 1))
                 error2_squared += tl.sum(E * E, axis=1)
                 store_tile(error2 + here * D, t, d, D, E)
-            tl.debug_barrier()  # errors, likewise
+            tl.debug_barrier()  # other threads read these errors
             for start in range(0, rolled(F), BF):
                 f = start + tl.arange(0, BF)
                 U = product(error2 + here * D, D, 1, W2 + slot, 1, D, t, f, D, BD, PRECISION)
@@ -177,7 +177,7 @@ def states_kernel(
                     store_tile(through + here * F, t, f, F, U)
             capped = cap(hidden_squared, error2_squared, max_surprise)
             tl.store(scale2 + here + t, capped)
-            tl.debug_barrier()  # errors of the first layer, likewise
+            tl.debug_barrier()  # other threads read the first layer's errors
             if not KEEP or n + 1 < stop:
                 _update(
                     W2 + slot, S2 + slot, hidden + here * F, error2 + here * D, capped, end, t, F, D, BF, BD, PRECISION
@@ -186,7 +186,7 @@ def states_kernel(
         tl.store(scale1 + here + t, capped)
         if not KEEP or n + 1 < stop:
             _update(W1 + slot, S1 + slot, k + tokens, error1 + here * F, capped, end, t, D, F, BD, BF, PRECISION)
-        tl.debug_barrier()  # the next chunk starts from what all threads have written
+        tl.debug_barrier()  # the next chunk reads the states that all threads wrote
 
 
 @kernel
@@ -195,9 +195,9 @@ def outputs_kernel(
     H, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, BQ: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Ask the memory for BQ tokens of a chunk, each with the weights after it (Eq. 15). Grid (P C / BQ, B H).
+    """Outputs of BQ tokens of a chunk, each read from the memory after its own write (Eq. 15). Grid (P C / BQ, B H).
 
-    asking [P, C, F]: room for the hidden layer of the queries.
+    asking [P, C, F]: workspace for the hidden layer of the queries.
     """
     row, n = tl.program_id(1).to(tl.int64), tl.program_id(0) // (C // BQ)
     here, tokens = (row * P + n) * C, (row * N + first + n) * C * D
@@ -221,7 +221,7 @@ def outputs_kernel(
         else:
             store_tile(asking + here * F, asked, f, F, silu(Z))
     if DEPTH == 2:
-        tl.debug_barrier()  # the queries' hidden layer is read by other threads than wrote it
+        tl.debug_barrier()  # other threads read the queries' hidden layer
         P2 = product(asking + here * F, F, 1, hidden + here * F, 1, F, asked, t, F, BF, PRECISION) * weight
         P2 *= tl.load(scale2 + here + t)[None, :]
         for start in range(0, rolled(D), BD):

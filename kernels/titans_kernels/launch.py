@@ -1,7 +1,7 @@
-"""Launches the kernels: buffers, grids and the order of things. Imported only where Triton runs.
+"""Allocates buffers and launches the kernels in order. Imported only where Triton runs.
 
-A row's chunks are worked through in pieces (`served.piece_of`), so that what lies between the kernels has a size of its
-own and not the sequence's. Tensors go to the kernels by name: an argument is what `Piece.bound` holds under that name.
+A scan runs in pieces of a limited number of chunks (`served.piece_of`), so buffers between kernels do not grow with the
+sequence. Kernels receive their arguments by name, from `Piece.bound`.
 """
 
 import functools
@@ -20,7 +20,7 @@ TOKENS = ("q", "k", "v", "theta", "eta", "alpha")
 
 
 def state_names(depth: int, prefix: str = "") -> list[str]:
-    """Weights of each layer, then momentum of each layer."""
+    """Names of the weights of each layer, then of the momentum of each layer."""
     return [f"{prefix}{letter}{layer}" for letter in "WS" for layer in range(1, depth + 1)]
 
 
@@ -29,7 +29,7 @@ def _cap(max_surprise: float | None) -> float:
 
 
 def run(kernel, grid: tuple[int, ...], shape: Shape, bound: dict) -> None:
-    """Launch a kernel with the arguments that `bound` and the shape have for it."""
+    """Launch a kernel with the arguments that it names, from `bound` and the shape."""
     bound = bound | shape.constants(kernel.__name__)
     kernel[grid](
         **{name: bound[name] for name in kernel.arg_names}, **options(kernel.__name__, amd=bool(torch.version.hip))
@@ -37,7 +37,7 @@ def run(kernel, grid: tuple[int, ...], shape: Shape, bound: dict) -> None:
 
 
 class Piece:
-    """Some chunks of a scan from chunk `first`, and everything the kernels make of them.
+    """The chunks of a scan from chunk `first` on, up to P of them, and the buffers that the kernels share.
 
     Args:
         starts: weights and momentum of each layer at the piece's start, [B, H, in, out].
@@ -65,21 +65,21 @@ class Piece:
             PRECISION=precision,
             max_surprise=_cap(max_surprise),
         )
-        if self.depth == 1:  # a kernel for both depths never touches the second layer of one
+        if self.depth == 1:  # never dereferenced, but the arguments need a pointer
             second = ["W2", "S2", "pre", "hidden", "through", "error2", "scale2", "asking", "read"]
             second += ["d_W2", "d_S2", "d_hidden", "d_error2", "d_read"]
             self.bound |= dict.fromkeys(second, self.like)
 
-    def room(self, **shapes: tuple[int, ...]) -> None:
-        """New buffers [B, H, *shape] in float32."""
+    def allocate(self, **shapes: tuple[int, ...]) -> None:
+        """Allocate buffers [B, H, *shape] in float32."""
         self.bound |= {name: self.like.new_empty(self.B, self.H, *shape) for name, shape in shapes.items()}
 
-    def room_for_states(self, prefix: str = "") -> list[Tensor]:
-        """Buffers [B, H, P + 1, in, out] for weights and momentum at every boundary."""
+    def allocate_states(self, prefix: str = "") -> list[Tensor]:
+        """New buffers [B, H, P + 1, in, out] for weights and momentum at every boundary."""
         D, F = self.shape.width, self.shape.hidden
         sizes = {1: (D, F), 2: (F, D)}
         names = state_names(self.depth, prefix)
-        self.room(**{name: (self.P + 1, *sizes[int(name[-1])]) for name in names})
+        self.allocate(**{name: (self.P + 1, *sizes[int(name[-1])]) for name in names})
         return [self.bound[name] for name in names]
 
     def run(self, kernel, *grid: int, **own) -> None:
@@ -87,36 +87,36 @@ class Piece:
 
     def coefficients(self, keep: bool) -> None:
         P, C = self.P, self.shape.chunk
-        self.room(step=(P, C, C), in_S=(P, C, C), decay=(P, C), drift=(P, C), momentum=(P, C))
+        self.allocate(step=(P, C, C), in_S=(P, C, C), decay=(P, C), drift=(P, C), momentum=(P, C))
         self.run(coefficients_kernel, P, self.B * self.H, KEEP=keep)
 
     def states(self, group: int, keep: bool) -> None:
-        """Fill the states behind the start of every group of chunks; `keep` what the backward asks for."""
+        """Compute the states after the start of every group of chunks; `keep` stores what the backward needs."""
         P, C, D, F = self.P, self.shape.chunk, self.shape.width, self.shape.hidden
-        self.room(error1=(P, C, F), scale1=(P, C))
+        self.allocate(error1=(P, C, F), scale1=(P, C))
         if self.depth == 2:
-            self.room(pre=(P, C, F), hidden=(P, C, F), error2=(P, C, D), scale2=(P, C))
-            self.room(through=(P, C, F) if keep else ())
+            self.allocate(pre=(P, C, F), hidden=(P, C, F), error2=(P, C, D), scale2=(P, C))
+            self.allocate(through=(P, C, F) if keep else ())
         kernel = linear_states_kernel if self.shape.on_chip(self.bound["PRECISION"]) else states_kernel
         self.run(kernel, math.ceil(P / group), self.B * self.H, GROUP=group, KEEP=keep)
 
     def outputs(self, y: Tensor) -> None:
         if self.depth == 2:
-            self.room(asking=(self.P, self.shape.chunk, self.shape.hidden))
+            self.allocate(asking=(self.P, self.shape.chunk, self.shape.hidden))
         blocks = self.P * self.shape.chunk // self.shape.queries
         self.run(outputs_kernel, blocks, self.B * self.H, y=y)
 
     def read_backward(self, dy: Tensor) -> None:
         P, C, D, F = self.P, self.shape.chunk, self.shape.width, self.shape.hidden
-        self.room(overlap=(P, C, C), work=(P, C, C), d_step=(P, C, C), d_decay=(P, C), d_drift=(P, C))
-        self.room(d_k=(P, C, D), d_error1=(P, C, F))
+        self.allocate(overlap=(P, C, C), work=(P, C, C), d_step=(P, C, C), d_decay=(P, C), d_drift=(P, C))
+        self.allocate(d_k=(P, C, D), d_error1=(P, C, F))
         if self.depth == 2:
-            self.room(read=(P, 2, C, F), d_read=(P, C, F), d_hidden=(P, C, F), d_error2=(P, C, D))
+            self.allocate(read=(P, 2, C, F), d_read=(P, C, F), d_hidden=(P, C, F), d_error2=(P, C, D))
         self.run(read_backward_kernel, P, self.B * self.H, dy=dy)
 
     def write_backward(self) -> None:
         P, C = self.P, self.shape.chunk
-        self.room(d_to_M=(P, C), d_to_S=(P, C), d_end=(P, 3))
+        self.allocate(d_to_M=(P, C), d_to_S=(P, C), d_end=(P, 3))
         self.run(write_backward_kernel, self.B * self.H)
 
     def gates_backward(self) -> None:
@@ -124,12 +124,12 @@ class Piece:
 
 
 def _by_name(tokens: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """As the kernels take them: contiguous, and in float32 whatever they came in."""
+    """Tokens and gates by name, contiguous and in float32."""
     return {name: x.float().contiguous() for name, x in zip(TOKENS, tokens, strict=True)}
 
 
 def on_their_device(fn):
-    """Launches go to the current device: make it the one where the tensors are."""
+    """Run `fn` with the device of its first tensor as the current one, to which Triton launches."""
 
     @functools.wraps(fn)
     def guarded(tensors, *rest):
@@ -142,12 +142,12 @@ def on_their_device(fn):
 
 @on_their_device
 def forward(starts: list[Tensor], tokens, chunks: Tensor, max_surprise, keep: bool) -> list[Tensor]:
-    """Outputs, end states, and, to `keep` for the backward, the states at every `GROUP`-th chunk's start."""
+    """Outputs, end states and, if `keep`, the states at the start of every `GROUP`-th chunk for the backward."""
     dtype, precision, tokens = tokens[0].dtype, precision_of(tokens[0]), _by_name(tokens)
     N, y, kept, first = tokens["q"].shape[2], torch.empty_like(tokens["q"]), [], 0
     while first < N:
         piece = Piece(starts, tokens, chunks, max_surprise, first, precision)
-        states = piece.room_for_states()
+        states = piece.allocate_states()
         for state, start in zip(states, starts, strict=True):
             state[:, :, 0] = start
         piece.coefficients(keep=False)
@@ -156,14 +156,14 @@ def forward(starts: list[Tensor], tokens, chunks: Tensor, max_surprise, keep: bo
         starts = [state[piece.row, :, piece.count] for state in states]
         kept.append([x[:, :, : piece.P : served.GROUP].clone() if keep else x.new_empty(0) for x in states])
         first += piece.P
-        del piece, states, state  # before the next piece makes room for its own
+        del piece, states, state  # free the buffers before the next piece allocates its own
     checkpoints = [torch.cat(parts, dim=2 if keep else 0) for parts in zip(*kept, strict=True)]
     return [y.to(dtype), *starts, *checkpoints]
 
 
 @on_their_device
 def backward(dy: Tensor, d_ends: list[Tensor], checkpoints: list[Tensor], tokens, chunks, max_surprise) -> list[Tensor]:
-    """Gradients of the start states and of tokens and gates."""
+    """Gradients of the start states, then of tokens and gates."""
     dtypes, precision = [x.dtype for x in tokens], precision_of(tokens[0])
     tokens, dy = _by_name(tokens), dy.float().contiguous()
     found = {name: torch.zeros_like(x) for name, x in tokens.items()}
@@ -174,9 +174,9 @@ def backward(dy: Tensor, d_ends: list[Tensor], checkpoints: list[Tensor], tokens
         starts = [x[:, :, groups] for x in checkpoints]
         piece = Piece([x[:, :, 0] for x in starts], tokens, chunks, max_surprise, first, precision)
         piece.bound |= gradients
-        for state, start in zip(piece.room_for_states(), starts, strict=True):
+        for state, start in zip(piece.allocate_states(), starts, strict=True):
             state[:, :, : piece.P : served.GROUP] = start
-        d_states = piece.room_for_states("d_")
+        d_states = piece.allocate_states("d_")
         for d_state, d_end in zip(d_states, d_ends, strict=True):
             d_state[piece.row, :, piece.count] = d_end
         piece.coefficients(keep=True)
@@ -185,14 +185,14 @@ def backward(dy: Tensor, d_ends: list[Tensor], checkpoints: list[Tensor], tokens
         piece.write_backward()
         piece.gates_backward()
         d_ends = [x[:, :, 0].clone() for x in d_states]
-        del piece, state, d_states, d_state  # before the next piece makes room for its own
+        del piece, state, d_states, d_state  # free the buffers before the next piece allocates its own
     d_tokens = [x.to(dtype) for x, dtype in zip(found.values(), dtypes, strict=True)]
     return [*d_ends, *d_tokens]
 
 
 @on_their_device
 def token(state, gates, length: Tensor, tokens, counts: Tensor, max_surprise) -> list[Tensor]:
-    """One token of every row: its output, the next length, gates and state, each in the order it came."""
+    """The output of one token of every row, then the next length, gates and state in the order of the arguments."""
     depth = len(state) // 4
     layers = range(1, depth + 1)
     names = [f"{letter}{layer}" for letter in ("W", "S", "x", "error") for layer in layers]

@@ -1,7 +1,7 @@
-"""`scan_chunks` by Triton: whole chunks from a chunk boundary, as a torch operator with a backward.
+"""`scan_chunks` in Triton: whole chunks from a chunk boundary, as a torch operator with a backward.
 
-The forward leaves the states at every `GROUP`-th chunk's start. The backward computes the others again, all groups at
-once, in the memory of one piece: a layer keeps `1 / GROUP` of its chunks' states, and the whole only while it is used.
+The forward saves the state at the start of every `GROUP`-th chunk. The backward recomputes the others, all groups of a
+piece in parallel: between the passes a layer keeps `1 / GROUP` of its chunk states.
 """
 
 import torch
@@ -12,7 +12,7 @@ from .served import refuse
 
 
 def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | None, max_surprise: float | None):
-    """As `titans_hf.memory_ops.scan_chunks`, which is its definition."""
+    """Outputs, weights and momentum, as `titans_hf.memory_ops.scan_chunks` defines them."""
     refuse(weights, q, q.shape[-2])
     if chunks is None:
         chunks = torch.full(q.shape[:1], q.shape[2], device=q.device)  # [B]
@@ -40,7 +40,7 @@ def _scan(
     keep: bool,
 ) -> list[Tensor]:
     """Outputs [B, H, N, C, D]; weights, then momentum of each layer after each row's last chunk; and, if `keep`, both
-    at the start of every `GROUP`-th chunk, [B, H, N / GROUP, in, out]."""
+    at the start of every `GROUP`-th chunk, [B, H, ceil(N / GROUP), in, out]."""
     from . import launch
 
     return launch.forward([*weights, *momentum], (q, k, v, theta, eta, alpha), chunks, max_surprise, keep)
@@ -56,7 +56,7 @@ def _(weights, momentum, q, k, v, theta, eta, alpha, chunks, max_surprise, keep)
 def _save(ctx, inputs, output) -> None:
     weights, _, *tokens, chunks, max_surprise, _ = inputs
     ctx.depth, ctx.max_surprise = len(weights), max_surprise
-    ctx.set_materialize_grads(False)  # the checkpoints never have a gradient: no zeros of their size
+    ctx.set_materialize_grads(False)  # checkpoints have no gradient: do not allocate zeros for them
     ctx.save_for_backward(*tokens, chunks, *output[1 + 2 * ctx.depth :])
 
 

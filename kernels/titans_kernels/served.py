@@ -1,4 +1,4 @@
-"""What the kernels serve, and what they are launched with: one place for the dispatch, the launches and the table."""
+"""The shapes that have kernels, and the sizes these are launched with, for dispatch, launches and resource table."""
 
 import os
 from dataclasses import dataclass
@@ -10,22 +10,22 @@ CHUNKS, WIDTHS, EXPANSIONS, MAX_DEPTH = (16, 32, 64), (16, 32, 64, 128), (1, 2, 
 MAX_ROWS = 65_535  # a CUDA grid's second dimension
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-PIECE = 64  # chunks whose states are in memory at a time, at most
-BUFFERS = 2**30  # bytes of states that a piece may take
-GROUP = 8  # chunks between two checkpoints that the forward leaves for the backward
-ON_CHIP_WIDTH = {"tf32": 64, "ieee": 16}  # a memory of one layer up to this width stays in registers between chunks
+PIECE = 64  # most chunks whose states are in memory at a time
+BUFFERS = 2**30  # most bytes for the states of a piece
+GROUP = 8  # chunks between two checkpoints that the forward saves for the backward
+ON_CHIP_WIDTH = {"tf32": 64, "ieee": 16}  # one layer up to this width stays in registers between chunks
 
-BLOCK = 32  # columns of a tile, and inner dimension of a product's step
-BLOCKS = {"write_backward_kernel": 16, "token_kernel": 16}  # where more would spill
+BLOCK = 32  # columns of a tile, and of the inner dimension in one step of a product
+BLOCKS = {"write_backward_kernel": 16, "token_kernel": 16}  # larger tiles would spill
 QUERIES = 32  # tokens of a chunk that one program of the outputs kernel reads
-STAGES = 1  # loads are not pipelined: the loops are one to four steps long
+STAGES = 1  # no pipelining of loads: the loops have one to four steps
 WARPS = {"coefficients_kernel": 1, "gates_backward_kernel": 1, "outputs_kernel": 4, "token_kernel": 4}
-THREADS = 256  # of the other kernels' programs: 8 warps of NVIDIA, 4 of AMD
+THREADS = 256  # of the other kernels: 8 warps on NVIDIA, 4 on AMD
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes a kernel is compiled for."""
+    """The sizes that a kernel is compiled for."""
 
     depth: int
     chunk: int
@@ -40,22 +40,22 @@ class Shape:
         return min(QUERIES, self.chunk)
 
     def constants(self, kernel: str) -> dict[str, int]:
-        """The sizes by the names that the kernels give them; a kernel takes those it knows."""
+        """The sizes under the names of the kernels' arguments; a kernel uses those it has."""
         block = min(BLOCKS.get(kernel, BLOCK), self.width)
         blocks = dict(BD=block, BF=block, BC=min(block, self.chunk))
         return dict(DEPTH=self.depth, C=self.chunk, D=self.width, F=self.hidden, BQ=self.queries, **blocks)
 
 
 def options(kernel: str, amd: bool) -> dict[str, int]:
-    """How a kernel is compiled."""
+    """Triton's options for a kernel."""
     chosen = dict(num_warps=WARPS.get(kernel, THREADS // (64 if amd else 32)), num_stages=STAGES)
     if not amd:
-        chosen["maxnreg"] = 255  # unasked, NVIDIA's assembler spills a few bytes to fit two programs where one would do
+        chosen["maxnreg"] = 255  # by default ptxas spills a few bytes to fit two programs on a processor
     return chosen
 
 
 def every_shape() -> list[Shape]:
-    """Every shape that `refusal` lets through."""
+    """Every shape that has kernels: `refusal` is None for these."""
     linear = [Shape(1, C, D, D) for C in CHUNKS for D in WIDTHS]
     return linear + [Shape(2, C, D, D * times) for C in CHUNKS for D in WIDTHS for times in EXPANSIONS]
 
@@ -65,13 +65,13 @@ def shape_of(weights, chunk_size: int) -> Shape:
 
 
 def piece_of(rows: int, shape: Shape) -> int:
-    """How many chunks to work on at a time: whole groups, as many as fit."""
+    """The number of chunks in a piece: whole groups, as many as `BUFFERS` allows."""
     state = 2 * shape.depth * shape.width * shape.hidden * 4 * rows
     return max(GROUP, min(PIECE, BUFFERS // state // GROUP * GROUP))
 
 
 def refusal(weights, q: Tensor, chunk_size: int) -> str | None:
-    """What is not served of a memory and its tokens; None if all is."""
+    """Why the kernels cannot run for this memory and these tokens; None if they can."""
     first, device = weights[0], q.device.type
     (width, hidden), rows = first.shape[-2:], first.shape[0] * first.shape[1]
     interpreted = device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
@@ -91,17 +91,17 @@ def refusal(weights, q: Tensor, chunk_size: int) -> str | None:
 
 
 def refuse(weights, q: Tensor, chunk_size: int) -> None:
-    """Raise what `refusal` finds."""
+    """Raise a ValueError with the reason of `refusal`, if there is one."""
     what = refusal(weights, q, chunk_size)
     if what is not None:
         raise ValueError(f"`backend='triton'` does not serve {what}. Use 'torch'")
 
 
 def precision_of(q: Tensor) -> str:
-    """How products are computed; they accumulate in float32 in any case.
+    """The `input_precision` of products, "tf32" or "ieee"; they accumulate in float32 in both cases.
 
     Half-precision tokens, and float32 tokens under `torch.set_float32_matmul_precision("high")`, use TF32 where the
-    GPU has it; else products are those of float32.
+    GPU has it. All others use float32.
     """
     if q.device.type != "cuda":
         return "ieee"
@@ -112,7 +112,7 @@ def precision_of(q: Tensor) -> str:
 
 
 def _tf32_is_allowed() -> bool:
-    """By any of torch's switches: once the new ones were used, asking the old one is an error."""
+    """Whether torch allows TF32 products. Reading the old switch raises once the new one was set."""
     matmul = torch.backends.cuda.matmul
     if hasattr(matmul, "fp32_precision"):
         return matmul.fp32_precision == "tf32"

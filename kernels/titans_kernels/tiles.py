@@ -1,11 +1,11 @@
-"""What the kernels are built from: products of matrices that lie in global memory, tile by tile.
+"""Building blocks of the kernels: tiled products of matrices in global memory.
 
-A program works through the matrices of one chunk. None of them is held in registers as a whole: a product walks its
-inner dimension in blocks, and the caches serve what is read again. So one code serves every width, on every target,
-without spilling. Where one product reads what another wrote, a barrier stands between them.
+One program handles the matrices of one chunk. It never holds a whole matrix in registers: a product loops over blocks
+of its inner dimension, and the caches serve repeated reads. So the same code covers every width on every target without
+spilling. A barrier separates a product from a later one that reads its result.
 
-Everything is float32. Matrices are row-major [rows, columns] with constant strides; a transposed operand is one with
-its strides exchanged.
+Everything is float32. Matrices are row-major [rows, columns] with constant strides; exchanging the strides transposes
+an operand.
 """
 
 import triton
@@ -13,14 +13,14 @@ import triton.language as tl
 
 
 def kernel(fn):
-    """A kernel that is compiled once for its constants, whatever the numbers of chunks and heads."""
+    """`triton.jit` that compiles once per set of constants, for any number of chunks and heads."""
     return triton.jit(fn, do_not_specialize=["first", "N", "P", "H", "GROUP"])
 
 
 @triton.jit
 def rolled(bound):
-    """A loop's bound that the compiler cannot see: it would unroll the loop, and run out of registers."""
-    return bound * tl.num_programs(2)  # no grid here has a third dimension: this is 1
+    """The bound as a value unknown to the compiler, which would otherwise unroll the loop and run out of registers."""
+    return bound * tl.num_programs(2)  # 1, because no grid here has a third dimension
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def product(
     a, A_ROW: tl.constexpr, A_COLUMN: tl.constexpr, b, B_ROW: tl.constexpr, B_COLUMN: tl.constexpr,
     rows, columns, INNER: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`A B` at the given rows and columns."""
+    """The tile of `A B` at the given rows and columns."""
     total = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
     for start in range(0, rolled(INNER), BLOCK):
         inner = start + tl.arange(0, BLOCK)
@@ -50,7 +50,7 @@ def product(
 
 @triton.jit
 def squared_norms(x, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """[C] squared norm of every row of `x` [C, WIDTH]."""
+    """Squared norms [C] of the rows of `x` [C, WIDTH]."""
     total = tl.zeros((tokens.shape[0],), tl.float32)
     for start in range(0, rolled(WIDTH), BLOCK):
         tile = load_tile(x, tokens, start + tl.arange(0, BLOCK), WIDTH, 1)
@@ -71,13 +71,13 @@ def silu_slope(z):
 
 @triton.jit
 def silu_curve(z):
-    """The second derivative."""
+    """The second derivative of `silu`."""
     s = tl.sigmoid(z)
     return s * (1.0 - s) * (2.0 + z * (1.0 - 2.0 * s))
 
 
 @triton.jit
 def cap(x_squared, error_squared, max_surprise):
-    """The scale that brings the norm of each token's gradient to `max_surprise` at most; infinity means no cap."""
+    """The factor that limits the norm of each token's gradient to `max_surprise`; infinity means no limit."""
     squared = tl.maximum(x_squared * error_squared, 1e-37)
     return tl.minimum(max_surprise * tl.rsqrt(squared), 1.0)

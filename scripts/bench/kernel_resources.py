@@ -1,20 +1,23 @@
-"""Compile every kernel that dispatch can choose for GPUs that are not here, and write down what it takes of them.
+"""Compile every kernel that dispatch can choose, for GPUs that need not be present, and record its resources.
 
-Each kernel is compiled for NVIDIA sm_80, sm_90 and sm_100 and AMD gfx942. The whole list goes to kernels/resources.csv,
-a summary into kernels/README.md. Needs triton and no GPU; TRITON_INTERPRET must not be set.
+The targets are NVIDIA sm_80, sm_90 and sm_100 and AMD gfx942. The full list goes to kernels/resources.csv, a summary to
+kernels/README.md. Needs Triton and no GPU; TRITON_INTERPRET must not be set.
 
-    python scripts/bench/kernel_resources.py                     # all of it: about an hour of two cores
+    python scripts/bench/kernel_resources.py                     # everything: about an hour on two cores
     python scripts/bench/kernel_resources.py --defaults --check  # the presets' memory: compile, compare with the list
 """
 
 import argparse
+import ast
 import csv
 import hashlib
+import io
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import tokenize
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass, fields
@@ -24,7 +27,7 @@ from tqdm import tqdm
 
 from titans_kernels.served import Shape, every_shape, options
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what triton 3.9 does unasked, and 3.10 will not
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default of triton 3.9, not of 3.10
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, LIST, README = (ROOT / "kernels" / name for name in ("titans_kernels", "resources.csv", "README.md"))
@@ -54,7 +57,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes of a thread; agpr is AMD's second register file, spilled is in bytes."""
+    """Registers of a thread (agpr: AMD's second register file), bytes spilled, and bytes of shared memory."""
 
     registers: int
     agpr: int
@@ -71,7 +74,7 @@ def kernels() -> dict:
 
 
 def used_by(shape, precision: str) -> list[tuple[str, dict]]:
-    """The kernels that a memory of this shape launches, with what is not in its shape."""
+    """The kernels that a memory of this shape launches, with their constants beyond the shape."""
     states = "linear_states_kernel" if shape.on_chip(precision) else "states_kernel"
     both = [(name, dict(KEEP=keep)) for name in ("coefficients_kernel", states) for keep in (False, True)]
     others = ("outputs", "read_backward", "write_backward", "gates_backward", "token")
@@ -134,10 +137,24 @@ def _read_amd(asm: dict, shared: int) -> Resources:
     return Resources(note("vgpr_count"), note("agpr_count"), note("private_segment_fixed_size"), shared)
 
 
+def code_of(source: str) -> str:
+    """The source without docstrings, comments and blank lines."""
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            first, last = node.body[0].lineno - 1, node.body[0].end_lineno
+            lines[first:last] = [""] * (last - first)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
 def digest() -> str:
-    """Of what decides the resources: the kernels' sources and the launch sizes."""
-    sources = [(PACKAGE / f"{name}.py").read_bytes() for name in ("tiles", "forward", "backward", "decode", "served")]
-    return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
+    """A hash of what decides the resources: the code of the kernels and the launch sizes."""
+    files = [PACKAGE / f"{name}.py" for name in ("tiles", "forward", "backward", "decode", "served")]
+    return hashlib.sha256("\n".join(code_of(file.read_text()) for file in files).encode()).hexdigest()[:16]
 
 
 def triton_version() -> str:
@@ -164,7 +181,7 @@ def compile_all(todo: list[Variant], workers: int) -> list[dict]:
 
 
 def problems(rows: list[dict]) -> list[str]:
-    """Kernels that spill, or that do not fit."""
+    """The kernels that spill or exceed the shared memory."""
     found = []
     for row in rows:
         limit = TARGETS[row["target"]][1]
@@ -177,7 +194,7 @@ def problems(rows: list[dict]) -> list[str]:
 
 
 def read_list() -> tuple[str, str, list[dict]]:
-    """The digest and the version of triton that the list was made with, and its rows."""
+    """The digest and the Triton version of the list, and its rows."""
     with LIST.open(newline="") as file:
         _, _, made_from, _, version = file.readline().split()
         return made_from, version, list(csv.DictReader(file))
@@ -244,8 +261,8 @@ Written by `python scripts/bench/kernel_resources.py` with triton {version}. All
 
 {summary(rows)}
 
-The presets' memory, per target: registers of a thread (r; on AMD both register files), spilled bytes (s), shared memory
-(K), warps (w):
+The kernels of the presets' memory, per target: registers of a thread (r; on AMD both register files), spilled bytes
+(s), KiB of shared memory (K), warps (w):
 
 {table(rows, default_shapes())}
 """
@@ -253,7 +270,7 @@ The presets' memory, per target: registers of a thread (r; on AMD both register 
 
 
 def differences(compiled: list[dict]) -> list[str]:
-    """Where the project's list or README is not what these sources give."""
+    """Where the committed list or README differs from what these sources give."""
     made_from, version, rows = read_list()
     found = problems(rows)
     if made_from != digest():
@@ -276,9 +293,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--defaults", action="store_true", help="only the presets' memory shapes")
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail where the list in the project differs"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the committed list differs")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -1,4 +1,4 @@
-"""What the kernels compute and move, from their own constants, and what an A100 and an H100 could make of it at best.
+"""FLOPs and bytes of the kernels, from their constants, and the best times these allow on an A100 and an H100.
 
 Arithmetic, not measurement: nothing here was timed on a GPU. Writes the section into kernels/README.md.
 
@@ -39,7 +39,7 @@ GPUS = (
 
 @dataclass
 class Work:
-    """One kernel's work for one chunk of one head: multiply-adds, numbers through memory, numbers from the caches."""
+    """The work of a kernel for one chunk of one head: multiply-adds, numbers moved from memory and from the caches."""
 
     kernel: str
     sequential: bool
@@ -48,7 +48,7 @@ class Work:
     cached: int = 0
 
     def product(self, rows: int, columns: int, inner: int, block: int, in_registers: bool = False) -> None:
-        """A matrix product by tiles: the left side, if not in registers, is read once per block of columns."""
+        """A tiled matrix product: the left operand, if not in registers, is read once per block of columns."""
         self.macs += rows * columns * inner
         self.cached += inner * columns + (0 if in_registers else rows * inner * math.ceil(columns / block))
 
@@ -109,7 +109,7 @@ def backward_work(shape: Shape) -> list[Work]:
 
 
 def seconds(work: Work, gpu: GPU, rows: int, chunks: int, rate: float) -> tuple[float, str]:
-    """The best time for all rows and chunks, and what sets it."""
+    """The shortest time for all rows and chunks, and what limits it."""
     busy = min(rows, gpu.processors) if work.sequential else gpu.processors
     total = rows * chunks
     bounds = {
@@ -135,7 +135,7 @@ def kernel_table(works: list[Work], C: int) -> str:
 
 
 def time_table(passes: dict[str, list[Work]], rows: int, chunks: int) -> str:
-    lines = ["| pass | GPU | at best | tokens/s of one layer | share of the TF32 peak | longest kernel, its limit |"]
+    lines = ["| pass | GPU | best time | tokens/s of one layer | share of the TF32 peak | longest kernel, its limit |"]
     lines.append("|---|---|---|---|---|---|")
     for name, works in passes.items():
         for gpu in GPUS:
@@ -165,7 +165,7 @@ def section() -> str:
     tiles = FLOAT * (2 * C * block + block * block)
     on_a100, on_h100 = (step * heads / gpu.memory * 1e6 for gpu in GPUS)
     return f"""
-Written by `python scripts/bench/kernel_roofline.py`: counted from the kernels' constants, timed on nothing.
+Written by `python scripts/bench/kernel_roofline.py`: computed from the kernels' constants; nothing was timed.
 `{PRESET}` has {heads} heads of width {D}, a hidden width of {F} and chunks of {C}. Per token and head, forward:
 
 {kernel_table(forward, C)}
@@ -174,37 +174,37 @@ and backward:
 
 {kernel_table(backward, C)}
 
-"Memory" counts every tensor once per kernel that touches it; "L2" counts what the tiles of the products read again.
+"Memory" counts every tensor once for each kernel that uses it; "L2" counts the repeated reads of the products' tiles.
 
 On-chip memory: a step of a product in `states_kernel` holds {tiles:,} bytes of tiles (left {C} x {block}, right
-{block} x {block}, result {C} x {block}); what that takes of registers and shared memory is in the table above, one
-program to a processor. The state of one head is {state:,} bytes: half of a processor's register file of 262,144 bytes,
-and the products would not fit beside it. So it lives in L2, and the sequential kernels live from L2's bandwidth.
+{block} x {block}, result {C} x {block}); the table above has its registers and shared memory, with one program per
+processor. The state of one head takes {state:,} bytes, half of a processor's register file of 262,144 bytes, and the
+products would not fit beside it. So the state stays in L2, whose bandwidth limits the sequential kernels.
 
-The best time for one layer at batch {BATCH}, {TOKENS:,} tokens ({BATCH * heads} programs of the sequential kernels):
+The best possible time of one layer, batch {BATCH}, {TOKENS:,} tokens ({BATCH * heads} programs per sequential kernel):
 
 {time_table({"forward": forward, "backward": backward}, BATCH * heads, chunks)}
 
-Beside other ways to compute the same, bytes through memory per token and head, forward:
+The same forward computed in other ways, in bytes of memory traffic per token and head:
 
-| way | bytes |
+| method | bytes |
 |---|---|
 | these kernels | {moved:,.0f} |
 | a scan over tokens that reads and writes the state at each | {token_scan:,} ({token_scan / moved:.0f}x) |
 | every token's gradient, momentum and weights, each written and read | {materialised:,} ({materialised / moved:.0f}x) |
 
-For a backward the kernels keep {state // (GROUP * C):,} bytes of checkpoints per token and head (one state in {GROUP}
-chunks; every chunk's would be {state // C:,}), and a piece of {PIECE} chunks at a time is computed again.
+For the backward the forward saves {state // (GROUP * C):,} bytes of checkpoints per token and head (one state in
+{GROUP} chunks; all of them would take {state // C:,}). The backward recomputes the others in pieces of {PIECE} chunks.
 
 A decoding step reads the state ({state:,} bytes per head) and the open chunk's factors ({factors:,}), and writes both:
-{step:,} bytes, for {heads} heads {on_a100:.1f} us on an A100 and {on_h100:.1f} us on an H100. In place it would be
-half, but a carried state is never changed, and a step needs no synchronisation with the host.
+{step:,} bytes, which for {heads} heads take {on_a100:.1f} us on an A100 and {on_h100:.1f} us on an H100. Updating
+in place would halve that; new tensors keep the old state valid and need no synchronisation with the host.
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the README says something else")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the README is out of date")
     arguments = parser.parse_args()
     text = README.read_text()
     before, rest = text.split(BEGIN)
