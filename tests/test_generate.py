@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support import assert_close, chat_tokenizer, every_variant, random_ids, tiny_model
+from support import assert_close, chat_tokenizer, every_variant, random_ids, take_flash_attention, tiny_model
 from transformers import (
     CompileConfig,
     DynamicCache,
@@ -308,19 +308,32 @@ def test_a_compiled_model_takes_inputs_of_any_length():
     torch._dynamo.reset()
 
 
-@every_variant
-def test_a_compiled_decode_step_with_a_static_cache_is_one_graph(variant):
+def check_compiled_steps(model, expected_from) -> None:
     """Traced whole, with no Python number that depends on the data; equal to eager, over chunk and segment borders."""
-    model, ids = tiny_model(variant), random_ids(2, 16)
+    ids = random_ids(2, 16)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
-    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    expected = expected_from(ids, attention_mask=mask, use_cache=False).logits
     cache = StaticCache(config=model.config, max_cache_len=16)
     model(ids[:, :5], attention_mask=mask[:, :5], past_key_values=cache)
     step = torch.compile(model.forward, backend="eager", fullgraph=True)
     for place in range(5, 16):
         logits = step(ids[:, place : place + 1], past_key_values=cache).logits
         assert_close(logits, expected[:, place : place + 1], 1e-9)
+
+
+@every_variant
+def test_a_compiled_decode_step_with_a_static_cache_is_one_graph(variant):
+    model = tiny_model(variant)
+    check_compiled_steps(model, expected_from=model)
+
+
+@pytest.mark.parametrize("variant", ["mag", "mal"])
+def test_a_compiled_decode_step_takes_flash_attention(variant, monkeypatch):
+    """From a prompt that is shorter than the window, so that slots are still empty, until all of them are filled."""
+    model, plain = (tiny_model(variant, num_persistent_tokens=0, sliding_window=7) for _ in range(2))
+    take_flash_attention(model, monkeypatch)
+    check_compiled_steps(model, expected_from=plain)
 
 
 @every_variant

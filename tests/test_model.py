@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import VOCAB, assert_close, every_variant, random_ids, tiny_config, tiny_model
+from support import VOCAB, assert_close, every_variant, random_ids, take_flash_attention, tiny_config, tiny_model
 
 from titans_hf import TitansCache, TitansForCausalLM, TitansForSequenceClassification, TitansModel
 
@@ -138,27 +138,11 @@ def test_attention_implementations_that_cannot_express_the_mask_are_refused():
 @pytest.mark.parametrize("variant", ["mag", "mal"])
 @torch.no_grad()
 def test_flash_attention_gets_a_window_and_a_left_padding_mask(variant, monkeypatch):
-    """Flash attention's contract, played by plain torch: bottom-right aligned window, 2D mask over keys."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    def flash_like(module, query, key, value, attention_mask, scaling, sliding_window, dropout=0.0, **kwargs):
-        T, K = query.shape[2], key.shape[2]
-        distance = torch.arange(K - T, K)[:, None] - torch.arange(K)
-        mask = ((distance >= 0) & (distance < sliding_window))[None, None]
-        if attention_mask is not None:
-            mask = mask & attention_mask[:, None, None].bool()
-        groups = query.shape[1] // key.shape[1]
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), mask, scale=scaling
-        )
-        return out.transpose(1, 2), None
-
     model, ids = tiny_model(variant, num_persistent_tokens=0), random_ids(2, 24)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     expected = model(ids, attention_mask=mask, use_cache=False).logits
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", flash_like)
-    model.config._attn_implementation_internal = "flash_attention_2"
+    take_flash_attention(model, monkeypatch)
     assert_close(model(ids, attention_mask=mask, use_cache=False).logits, expected, 1e-9)
     cache, parts, start = TitansCache(model.config), [], 0
     for size in (11, 1, 1, 11):

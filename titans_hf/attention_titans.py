@@ -317,8 +317,8 @@ class SlidingAttention(TitansAttention):
         positions = torch.arange(k.shape[1], device=q.device)
         turn = rotary.at(q, positions)
         q, k = rotate(q, (turn[0][past:], turn[1][past:])), rotate(k, turn)
-        mask = None
-        if past and min(on_host(rows.seen)) < past:
+        mask, counts = None, on_host(rows.seen)
+        if past and (counts is None or min(counts) < past):
             mask = positions >= past - rows.seen[:, None]
         return self.attend(q, k, v, mask, sliding_window=self.config.sliding_window)
 
