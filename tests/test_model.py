@@ -3,10 +3,31 @@
 import pytest
 import torch
 from support import VOCAB, assert_close, every_variant, random_ids, take_flash_attention, tiny_config, tiny_model
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from titans_hf import TitansCache, TitansForCausalLM, TitansForSequenceClassification, TitansModel
 
 with_attention = pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
+ROPE_PARAMETERS = {
+    "default": {},
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 3.0},
+    "yarn": {"factor": 3.0, "original_max_position_embeddings": 3},
+    "longrope": {
+        "factor": 3.0,
+        "original_max_position_embeddings": 3,
+        "short_factor": [1.0, 1.1, 1.3],
+        "long_factor": [2.0, 3.1, 5.3],
+    },
+    "llama3": {"factor": 3.0, "original_max_position_embeddings": 3, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "proportional": {"partial_rotary_factor": 0.7},
+}
+
+
+def roped_model(variant: str, rope_type: str):
+    """A model whose `max_position_embeddings` is smaller than its window and its segment."""
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, **ROPE_PARAMETERS[rope_type]}
+    return tiny_model(variant, rope_parameters=rope, max_position_embeddings=4, attn_implementation="eager")
 
 
 @every_variant
@@ -115,6 +136,38 @@ def test_attention_implementations_agree(variant):
     model.set_attn_implementation("eager")
     assert_close(model(ids).logits, expected, 1e-9)
     assert_close(model(ids, output_attentions=True).logits, expected, 1e-9)
+
+
+@with_attention
+@pytest.mark.parametrize("rope_type", ["default", *ROPE_INIT_FUNCTIONS])
+@torch.no_grad()
+def test_rotary_scaling_depends_on_no_other_call_and_no_length(variant, rope_type, tmp_path):
+    """With and without the maps, whole and in pieces, a short text after a long one, and loaded from disk."""
+    model, ids = roped_model(variant, rope_type), random_ids(2, 41)
+    short = model(ids[:, :3]).logits
+    expected = model(ids).logits
+    assert_close(expected[:, :3], short, 1e-9)
+    assert_close(model(ids, output_attentions=True).logits, expected, 1e-9)
+    cache = TitansCache(model.config)
+    parts = [model(part, past_key_values=cache).logits for part in ids.split([13, 1, 1, 7, 2, 17], dim=1)]
+    assert_close(torch.cat(parts, dim=1), expected, 1e-9)
+    assert_close(model(ids[:, :3]).logits, short, 0.0)
+    model.save_pretrained(tmp_path)
+    loaded = TitansForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
+    assert_close(loaded(ids).logits, expected, 1e-9)
+
+
+@with_attention
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rotary_scaling_is_for_the_positions_that_attention_spans(variant, rope_type):
+    """A window of 5, or a segment of 6 with the tokens retrieved for it and 2 persistent ones: 14."""
+    rotary = roped_model(variant, rope_type).model.rotary_emb
+    span = 14 if variant == "mac" else 5
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](rotary.config, seq_len=span)
+    assert torch.equal(rotary.inv_freq, frequencies.to(rotary.inv_freq.dtype))
+    assert rotary.attention_scaling == scaling
+    unscaled, _ = ROPE_INIT_FUNCTIONS[rope_type](rotary.config, seq_len=3)
+    assert not torch.allclose(frequencies, unscaled)
 
 
 @pytest.mark.slow

@@ -140,6 +140,8 @@ class TitansPreTrainedModel(PreTrainedModel):
         if isinstance(module, WriteGates):
             init.zeros_(module.proj.weight)
             init.copy_(module.proj.bias, module.start_bias())
+        elif isinstance(module, TitansRotaryEmbedding):
+            init.copy_(module.inv_freq, module.frequencies()[0])
         elif isinstance(module, CausalConv):
             init.copy_(module.weight, module.start())
         elif isinstance(module, SegmentAttention):
