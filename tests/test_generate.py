@@ -123,6 +123,36 @@ def test_assisted_decoding_and_prompt_lookup_equal_greedy(variant):
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), greedy)
 
 
+@every_variant
+@pytest.mark.parametrize("prompt_length", [11, 150])
+def test_attention_maps_with_a_draft_are_those_of_each_token_alone(variant, prompt_length):
+    """A prompt of 150 tokens is one that a cache reads in two passes, unless maps are wanted."""
+    model, ids = tiny_model(variant, attn_implementation="eager"), random_ids(1, prompt_length)
+    asked = dict(max_new_tokens=9, return_dict_in_generate=True, output_attentions=True, **GREEDY)
+    drafts = (dict(assistant_model=tiny_model(variant)), dict(prompt_lookup_num_tokens=3), dict(assistant_early_exit=1))
+    for how in drafts:
+        found = model.generate(ids, output_hidden_states=True, **how, **asked)
+        assert torch.equal(found.sequences, model.generate(ids, max_new_tokens=9, **GREEDY))
+        assert len(found.attentions) == len(found.hidden_states) == 9
+        cache = TitansCache(model.config)
+        parts = found.sequences[:, :-1].split([prompt_length, *[1] * 8], dim=1)
+        for part, maps, states in zip(parts, found.attentions, found.hidden_states, strict=True):
+            alone = model(part, past_key_values=cache, output_attentions=True, output_hidden_states=True)
+            assert_close(states[-1], alone.hidden_states[-1], 1e-9)
+            assert (maps is None) == (alone.attentions is None) == (variant == "lmm")
+            for one, other in zip(maps or (), alone.attentions or (), strict=True):
+                assert_close(one, other, 1e-9)
+                assert_close(one.sum(-1), torch.ones_like(one[..., 0]), 1e-9)
+
+
+def test_attention_maps_are_refused_where_the_tokens_depend_on_the_assistant():
+    model, ids = tiny_model("mag", attn_implementation="eager"), random_ids(1, 11)
+    options = dict(max_new_tokens=9, assistant_model=model, assistant_ensemble_weight=0.5, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="`output_attentions` leaves out the assistant"):
+        model.generate(ids, output_attentions=True, **options, **GREEDY)
+    assert len(model.generate(ids, **options, **GREEDY).sequences[0]) == 20
+
+
 @drafts_are_tracked
 def test_drafts_are_no_longer_than_the_cache_can_take_back():
     model, assistant, ids = tiny_model("lmm"), tiny_model("lmm", seed=1), random_ids(1, 150)
