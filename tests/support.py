@@ -7,6 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from titans_hf import MemoryState, TitansConfig, TitansForCausalLM
 
@@ -43,6 +44,25 @@ def tiny_model(variant: str, dtype: torch.dtype = torch.float64, seed: int = 0, 
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return model
+
+
+def take_flash_attention(model: TitansForCausalLM, monkeypatch) -> None:
+    """Give `model` flash attention's contract in plain torch: bottom-right aligned window, 2D mask over keys."""
+
+    def flash_like(module, query, key, value, attention_mask, scaling, sliding_window, dropout=0.0, **kwargs):
+        T, K = query.shape[2], key.shape[2]
+        distance = torch.arange(K - T, K)[:, None] - torch.arange(K)
+        mask = ((distance >= 0) & (distance < sliding_window))[None, None]
+        if attention_mask is not None:
+            mask = mask & attention_mask[:, None, None].bool()
+        groups = query.shape[1] // key.shape[1]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), mask, scale=scaling
+        )
+        return out.transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", flash_like)
+    model.config._attn_implementation_internal = "flash_attention_2"
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support import assert_close, chat_tokenizer, every_variant, random_ids, tiny_model
+from support import assert_close, chat_tokenizer, every_variant, random_ids, take_flash_attention, tiny_model
 from transformers import (
     CompileConfig,
     DynamicCache,
@@ -121,6 +121,36 @@ def test_assisted_decoding_and_prompt_lookup_equal_greedy(variant):
     greedy = model.generate(ids, **options)
     assert torch.equal(model.generate(ids, assistant_model=assistant, **options), greedy)
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), greedy)
+
+
+@every_variant
+@pytest.mark.parametrize("prompt_length", [11, 150])
+def test_attention_maps_with_a_draft_are_those_of_each_token_alone(variant, prompt_length):
+    """A prompt of 150 tokens is one that a cache reads in two passes, unless maps are wanted."""
+    model, ids = tiny_model(variant, attn_implementation="eager"), random_ids(1, prompt_length)
+    asked = dict(max_new_tokens=9, return_dict_in_generate=True, output_attentions=True, **GREEDY)
+    drafts = (dict(assistant_model=tiny_model(variant)), dict(prompt_lookup_num_tokens=3), dict(assistant_early_exit=1))
+    for how in drafts:
+        found = model.generate(ids, output_hidden_states=True, **how, **asked)
+        assert torch.equal(found.sequences, model.generate(ids, max_new_tokens=9, **GREEDY))
+        assert len(found.attentions) == len(found.hidden_states) == 9
+        cache = TitansCache(model.config)
+        parts = found.sequences[:, :-1].split([prompt_length, *[1] * 8], dim=1)
+        for part, maps, states in zip(parts, found.attentions, found.hidden_states, strict=True):
+            alone = model(part, past_key_values=cache, output_attentions=True, output_hidden_states=True)
+            assert_close(states[-1], alone.hidden_states[-1], 1e-9)
+            assert (maps is None) == (alone.attentions is None) == (variant == "lmm")
+            for one, other in zip(maps or (), alone.attentions or (), strict=True):
+                assert_close(one, other, 1e-9)
+                assert_close(one.sum(-1), torch.ones_like(one[..., 0]), 1e-9)
+
+
+def test_attention_maps_are_refused_where_the_tokens_depend_on_the_assistant():
+    model, ids = tiny_model("mag", attn_implementation="eager"), random_ids(1, 11)
+    options = dict(max_new_tokens=9, assistant_model=model, assistant_ensemble_weight=0.5, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="`output_attentions` leaves out the assistant"):
+        model.generate(ids, output_attentions=True, **options, **GREEDY)
+    assert len(model.generate(ids, **options, **GREEDY).sequences[0]) == 20
 
 
 @drafts_are_tracked
@@ -308,19 +338,32 @@ def test_a_compiled_model_takes_inputs_of_any_length():
     torch._dynamo.reset()
 
 
-@every_variant
-def test_a_compiled_decode_step_with_a_static_cache_is_one_graph(variant):
+def check_compiled_steps(model, expected_from) -> None:
     """Traced whole, with no Python number that depends on the data; equal to eager, over chunk and segment borders."""
-    model, ids = tiny_model(variant), random_ids(2, 16)
+    ids = random_ids(2, 16)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
-    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    expected = expected_from(ids, attention_mask=mask, use_cache=False).logits
     cache = StaticCache(config=model.config, max_cache_len=16)
     model(ids[:, :5], attention_mask=mask[:, :5], past_key_values=cache)
     step = torch.compile(model.forward, backend="eager", fullgraph=True)
     for place in range(5, 16):
         logits = step(ids[:, place : place + 1], past_key_values=cache).logits
         assert_close(logits, expected[:, place : place + 1], 1e-9)
+
+
+@every_variant
+def test_a_compiled_decode_step_with_a_static_cache_is_one_graph(variant):
+    model = tiny_model(variant)
+    check_compiled_steps(model, expected_from=model)
+
+
+@pytest.mark.parametrize("variant", ["mag", "mal"])
+def test_a_compiled_decode_step_takes_flash_attention(variant, monkeypatch):
+    """From a prompt that is shorter than the window, so that slots are still empty, until all of them are filled."""
+    model, plain = (tiny_model(variant, num_persistent_tokens=0, sliding_window=7) for _ in range(2))
+    take_flash_attention(model, monkeypatch)
+    check_compiled_steps(model, expected_from=plain)
 
 
 @every_variant

@@ -2,11 +2,32 @@
 
 import pytest
 import torch
-from support import VOCAB, assert_close, every_variant, random_ids, tiny_config, tiny_model
+from support import VOCAB, assert_close, every_variant, random_ids, take_flash_attention, tiny_config, tiny_model
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from titans_hf import TitansCache, TitansForCausalLM, TitansForSequenceClassification, TitansModel
 
 with_attention = pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
+ROPE_PARAMETERS = {
+    "default": {},
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 3.0},
+    "yarn": {"factor": 3.0, "original_max_position_embeddings": 3},
+    "longrope": {
+        "factor": 3.0,
+        "original_max_position_embeddings": 3,
+        "short_factor": [1.0, 1.1, 1.3],
+        "long_factor": [2.0, 3.1, 5.3],
+    },
+    "llama3": {"factor": 3.0, "original_max_position_embeddings": 3, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "proportional": {"partial_rotary_factor": 0.7},
+}
+
+
+def roped_model(variant: str, rope_type: str):
+    """A model whose `max_position_embeddings` is smaller than its window and its segment."""
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, **ROPE_PARAMETERS[rope_type]}
+    return tiny_model(variant, rope_parameters=rope, max_position_embeddings=4, attn_implementation="eager")
 
 
 @every_variant
@@ -117,6 +138,38 @@ def test_attention_implementations_agree(variant):
     assert_close(model(ids, output_attentions=True).logits, expected, 1e-9)
 
 
+@with_attention
+@pytest.mark.parametrize("rope_type", ["default", *ROPE_INIT_FUNCTIONS])
+@torch.no_grad()
+def test_rotary_scaling_depends_on_no_other_call_and_no_length(variant, rope_type, tmp_path):
+    """With and without the maps, whole and in pieces, a short text after a long one, and loaded from disk."""
+    model, ids = roped_model(variant, rope_type), random_ids(2, 41)
+    short = model(ids[:, :3]).logits
+    expected = model(ids).logits
+    assert_close(expected[:, :3], short, 1e-9)
+    assert_close(model(ids, output_attentions=True).logits, expected, 1e-9)
+    cache = TitansCache(model.config)
+    parts = [model(part, past_key_values=cache).logits for part in ids.split([13, 1, 1, 7, 2, 17], dim=1)]
+    assert_close(torch.cat(parts, dim=1), expected, 1e-9)
+    assert_close(model(ids[:, :3]).logits, short, 0.0)
+    model.save_pretrained(tmp_path)
+    loaded = TitansForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
+    assert_close(loaded(ids).logits, expected, 1e-9)
+
+
+@with_attention
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rotary_scaling_is_for_the_positions_that_attention_spans(variant, rope_type):
+    """A window of 5, or a segment of 6 with the tokens retrieved for it and 2 persistent ones: 14."""
+    rotary = roped_model(variant, rope_type).model.rotary_emb
+    span = 14 if variant == "mac" else 5
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](rotary.config, seq_len=span)
+    assert torch.equal(rotary.inv_freq, frequencies.to(rotary.inv_freq.dtype))
+    assert rotary.attention_scaling == scaling
+    unscaled, _ = ROPE_INIT_FUNCTIONS[rope_type](rotary.config, seq_len=3)
+    assert not torch.allclose(frequencies, unscaled)
+
+
 @pytest.mark.slow
 @with_attention
 @torch.no_grad()
@@ -138,27 +191,11 @@ def test_attention_implementations_that_cannot_express_the_mask_are_refused():
 @pytest.mark.parametrize("variant", ["mag", "mal"])
 @torch.no_grad()
 def test_flash_attention_gets_a_window_and_a_left_padding_mask(variant, monkeypatch):
-    """Flash attention's contract, played by plain torch: bottom-right aligned window, 2D mask over keys."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    def flash_like(module, query, key, value, attention_mask, scaling, sliding_window, dropout=0.0, **kwargs):
-        T, K = query.shape[2], key.shape[2]
-        distance = torch.arange(K - T, K)[:, None] - torch.arange(K)
-        mask = ((distance >= 0) & (distance < sliding_window))[None, None]
-        if attention_mask is not None:
-            mask = mask & attention_mask[:, None, None].bool()
-        groups = query.shape[1] // key.shape[1]
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), mask, scale=scaling
-        )
-        return out.transpose(1, 2), None
-
     model, ids = tiny_model(variant, num_persistent_tokens=0), random_ids(2, 24)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     expected = model(ids, attention_mask=mask, use_cache=False).logits
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", flash_like)
-    model.config._attn_implementation_internal = "flash_attention_2"
+    take_flash_attention(model, monkeypatch)
     assert_close(model(ids, attention_mask=mask, use_cache=False).logits, expected, 1e-9)
     cache, parts, start = TitansCache(model.config), [], 0
     for size in (11, 1, 1, 11):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache_titans import TitansCacheLayer
@@ -103,19 +103,28 @@ class Rows:
 
 
 class TitansRotaryEmbedding(nn.Module):
-    """Rotary angles at local positions, in float32 or better."""
+    """Rotary angles at local positions, in float32 or better.
+
+    Types that scale with a text's length ("dynamic", "longrope") are scaled for the number of positions that attention
+    can span, P + 2 C in a segment and W in a window, whatever the length of the text.
+    """
 
     inv_freq: Tensor
 
     def __init__(self, config: TitansConfig):
         super().__init__()
         self.config = config
-        self.rope_type = config.rope_parameters["rope_type"]
-        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
-        self.rope_init_fn = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
-        inv_freq, self.attention_scaling = self.rope_init_fn(config)
+        inv_freq, self.attention_scaling = self.frequencies()
         self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    def frequencies(self) -> tuple[Tensor, float]:
+        """Inverse frequencies [D / 2] and the factor on cosines and sines, from the configuration alone."""
+        config = self.config
+        span = config.sliding_window
+        if config.variant == "mac":
+            span = config.num_persistent_tokens + 2 * config.segment_size
+        rope_type = config.rope_parameters["rope_type"]
+        return ROPE_INIT_FUNCTIONS.get(rope_type, self.compute_default_rope_parameters)(config, seq_len=span)
 
     @staticmethod
     def compute_default_rope_parameters(config: TitansConfig, device=None, **kwargs) -> tuple[Tensor, float]:
@@ -126,7 +135,6 @@ class TitansRotaryEmbedding(nn.Module):
         return self.at(x, positions)
 
     @torch.no_grad()
-    @dynamic_rope_update
     def at(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [..., T, 1, D] for positions [..., T], in the dtype and on the device of `x`.
 
@@ -321,8 +329,8 @@ class SlidingAttention(TitansAttention):
         positions = torch.arange(k.shape[1], device=q.device)
         turn = rotary.at(q, positions)
         q, k = rotate(q, (turn[0][past:], turn[1][past:])), rotate(k, turn)
-        mask = None
-        if past and min(on_host(rows.seen)) < past:
+        mask, counts = None, on_host(rows.seen)
+        if past and (counts is None or min(counts) < past):
             mask = positions >= past - rows.seen[:, None]
         return self.attend(q, k, v, mask, sliding_window=self.config.sliding_window)
 

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
 
 try:  # transformers 5.16 and later
     from transformers.modeling_utils import slice_logits_to_keep
@@ -45,6 +45,8 @@ from .mixers_titans import MIXERS, BranchNorm, Mixed
 from .rows import PackedRows
 from .surprise import SurpriseTrace, trace
 from .tails import Tail
+
+logger = logging.get_logger(__name__)
 
 
 class TitansMLP(nn.Module):
@@ -142,6 +144,8 @@ class TitansPreTrainedModel(PreTrainedModel):
         if isinstance(module, WriteGates):
             init.zeros_(module.proj.weight)
             init.copy_(module.proj.bias, module.start_bias())
+        elif isinstance(module, TitansRotaryEmbedding):
+            init.copy_(module.inv_freq, module.frequencies()[0])
         elif isinstance(module, CausalConv):
             init.copy_(module.weight, module.start())
         elif isinstance(module, SegmentAttention):
@@ -488,6 +492,25 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
             "continuous batching keeps pages of keys and values and has no place for a Titans memory: use `generate` "
             "with a left-padded batch"
         )
+
+    def _assisted_decoding(self, input_ids, generation_config, inputs_tensor=None, **kwargs):
+        """As in transformers, but without drafts where attention maps are returned.
+
+        transformers cuts the maps of a draft as if their columns were the text's. The tokens are the same either way.
+        """
+        if not (generation_config.return_dict_in_generate and generation_config.output_attentions):
+            return super()._assisted_decoding(
+                input_ids, generation_config=generation_config, inputs_tensor=inputs_tensor, **kwargs
+            )
+        if generation_config.assistant_ensemble_weight is not None:
+            raise ValueError(
+                "`output_attentions` leaves out the assistant that `assistant_ensemble_weight` needs: generate without "
+                "it, and call `model(sequences, output_attentions=True)` on the result"
+            )
+        logger.warning_once("`output_attentions` needs a map for every token: generating without drafts.")
+        for name in ("assistant_model", "assistant_tokenizer", "tokenizer"):
+            kwargs.pop(name, None)
+        return self._sample(input_ids, generation_config=generation_config, **kwargs)
 
     def _get_candidate_generator(self, *args, **kwargs):
         """As in transformers, with drafts no longer than the cache can take back."""
