@@ -104,8 +104,8 @@ def test_the_five_models_have_equal_parameters():
     sizes = []
     for model in small_table.MODELS.values():
         recipe = recipes.load_recipe(ROOT / f"scripts/recipes/{model.recipe}.yaml", list(model.settings))
-        sizes.append(plan.count_parameters(plan.empty_model(recipe.model_config())).parameters)
-        assert recipe.data.sequence_length <= getattr(recipe.model_config(), "max_position_embeddings", 10**9)
+        sizes.append(plan.count_parameters(plan.empty_model(recipe.configuration())).parameters)
+        assert recipe.data.sequence_length <= getattr(recipe.configuration(), "max_position_embeddings", 10**9)
     assert len(sizes) == 5
     assert max(sizes) < 1.005 * min(sizes)
 
@@ -135,7 +135,7 @@ def test_a_baseline_trains_by_the_same_script(text, tmp_path):
 @pytest.mark.parametrize(
     "setting, message",
     [
-        ("model.family=mamba", "`model.family` must be one of titans, llama; got 'mamba'"),
+        ("model.family=mamba", "`model.family` must be 'titans' or 'llama'; got 'mamba'"),
         ("model.preset=titans-mac-170m", "`model.preset` must be left out: the family 'llama' has no presets"),
         ("model.config.variant=mac", "there is no field `model.config.variant`"),
     ],

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ..evals.paper_tables import Row, paper_table
 from ..evals.records import FORMAT, read_record
 from ..evals.tables import count, figure, heading
+from ..records.schema import Schema, validate
 from .card_results import eval_results, result_tables
 from .describe import describe, find_dtype
 from .loading import CommandError, Dtype, folder_name, size
@@ -50,22 +51,33 @@ PAPER_RECIPE = {
 }
 PAPER_TOKENS = {"paper-15b.yaml": 15_000_000_000, "paper-30b.yaml": 30_000_000_000}
 ENGLISH = ("HuggingFaceFW/fineweb-edu",)
-TRAINING_FIELDS = {
-    "command": str,
-    "commit": str,
-    "date": str,
-    "torch": str,
-    "transformers": str,
-    "machine": str,
-    "recipe": dict,
-    "parameters": int,
-    "tokens": int,
-    "steps": int,
-    "seconds": (int, float),
-    "held_out_perplexity": (int, float),
-}
-ABOUT_FIELDS = {"data": str, "language": str, "datasets": list, "base_model": str}
 ABSOLUTE = re.compile(r"(?:(?<=[\s='\"`(])|^)/(?:[^\s/'\"`]+/)+", re.MULTILINE)
+
+
+class Training(Schema):
+    """What a card says of the training, from `training.json`."""
+
+    command: str
+    commit: str | None
+    date: str
+    torch: str
+    transformers: str
+    machine: str
+    recipe: dict
+    parameters: int
+    tokens: int
+    steps: int
+    seconds: float
+    held_out_perplexity: float
+
+
+class About(Schema):
+    """What no record knows, from `about.json`."""
+
+    data: str | None = None
+    language: str | None = None
+    datasets: list[str] | None = None
+    base_model: str | None = None
 
 
 @dataclass
@@ -98,8 +110,8 @@ def read_model(folder: Path, records: list[Path] = (), training: Path | None = N
     found = read_json(training, "the training record") if training else None
     about = read_json(folder / "about.json", "what is said about the model") if (folder / "about.json").exists() else {}
     if found is not None:
-        check_fields(found, TRAINING_FIELDS, training)
-    check_fields(about, ABOUT_FIELDS, folder / "about.json", optional=True)
+        validate(Training, found, f"{training}, of scripts/train/pretrain.py")
+    validate(About, about, str(folder / "about.json"))
     own = [path for path in sorted(folder.glob("*.json")) if is_record(path)]
     paths = list(dict.fromkeys(path.resolve() for path in [*own, *records]))
     return Model(name or folder_name(folder), config, found, about, [read_record(path) for path in paths])
@@ -129,18 +141,6 @@ def is_record(path: Path) -> bool:
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         return False
     return isinstance(found, dict) and found.get("format") == FORMAT
-
-
-def check_fields(found: dict, fields: dict, where: Path, optional: bool = False) -> None:
-    """Raise a `CommandError` that names the first field that is missing or of another kind."""
-    for name, kind in fields.items():
-        if name not in found:
-            if optional:
-                continue
-            raise CommandError(f"{where} lacks {name!r}: it should be a training.json of scripts/train/pretrain.py")
-        if not isinstance(found[name], kind) or isinstance(found[name], bool):
-            wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-            raise CommandError(f"{where}: {name!r} is {found[name]!r}, where {wanted} is wanted")
 
 
 def preset_names() -> list[str]:
@@ -353,7 +353,7 @@ def training_rows(model: Model) -> list[tuple[str, str]]:
         "held-out perplexity": f"{training['held_out_perplexity']:.2f}",
         "time": f"{training['seconds'] / 60:,.1f} minutes ({training['machine']})",
         "versions": f"torch {training['torch']}, transformers {training['transformers']}",
-        "commit, date": f"{training['commit']}, {training['date']}",
+        "commit, date": f"{training['commit'] or 'unknown'}, {training['date']}",
         "command": f"`{training['command']}`",
     }
     return [(key, public(str(value)).replace("|", r"\|")) for key, value in rows.items() if value]

@@ -280,7 +280,7 @@ def make_plan(recipe: Recipe, processes: int) -> Plan:
     if hardware.gpu is not None and hardware.gpu not in GPUS:
         raise ValueError(f"`hardware.gpu` must be one of {', '.join(GPUS)}, or null; got {hardware.gpu!r}")
     batch = split_batch(training.batch_tokens, training.rows_per_device, processes, data.sequence_length)
-    model = empty_model(recipe.model_config())
+    model = empty_model(recipe.configuration())
     sizes = count_parameters(model)
     return Plan(
         model=recipe.model.preset

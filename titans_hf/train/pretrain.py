@@ -12,7 +12,6 @@ weights of a run that was never interrupted. Ctrl-C ends the run behind its pres
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -138,7 +137,7 @@ def training_arguments(run: Run) -> TrainingArguments:
 def open_data(run: Run) -> tuple[PreTrainedTokenizerBase, list[dict]]:
     """The tokenizer, as the run began with it, and the rows to evaluate on."""
     recipe, data, held_out, saved = run.recipe, run.recipe.data, run.recipe.held_out, run.out / "tokenizer"
-    vocab_size = recipe.model_config().vocab_size
+    vocab_size = recipe.configuration().vocab_size
     if saved.exists():
         tokenizer = load_tokenizer(saved, vocab_size)
     else:
@@ -169,7 +168,7 @@ def build_trainer(
     if run.is_trained:
         model = AutoModelForCausalLM.from_pretrained(run.checkpoint, dtype=torch.float32)
     else:
-        model = AutoModelForCausalLM.from_config(recipe.model_config(**tokens), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(recipe.configuration(**tokens), dtype=torch.float32)
     return StreamTrainer(
         model,
         arguments,
@@ -201,7 +200,7 @@ def write_training_record(run: Run, trainer: StreamTrainer, held_out_perplexity:
     """What the model's card says of its training."""
     write_record(
         run.out / "training",
-        recipe=dataclasses.asdict(run.recipe),
+        recipe=run.recipe.model_dump(),
         parameters=run.plan.sizes.parameters,
         steps=trainer.state.global_step,
         tokens=trainer.state.global_step * run.plan.batch.tokens,

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.optim.lr_scheduler import LRScheduler
 from tqdm import trange
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, get_wsd_schedule
 
 from .. import TitansConfig, TitansForCausalLM
 from ..records.record import plots
@@ -61,19 +62,17 @@ def training_batch(tokens: torch.Tensor, facts: Facts, alone: bool) -> tuple[tor
     return torch.cat((text, ids)), torch.cat((torch.ones_like(text), torch.where(asked, 5.0, 0.2)))
 
 
-def learning_rate(spent: float, warmup: float = 0.05) -> float:
-    """A short linear warm-up, then half a cosine down to a tenth of the peak."""
-    if spent < warmup:
-        return PEAK_LR * (0.1 + 0.9 * spent / warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * (spent - warmup) / (1 - warmup)))
-    return PEAK_LR * (0.1 + 0.9 * cosine)
+def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
+    """A linear warm-up over a twentieth of the steps, then half a cosine; both ends are a tenth of the peak."""
+    warmup = 0.05 * steps
+    return get_wsd_schedule(optimizer, warmup, steps - warmup, num_stable_steps=0, min_lr_ratio=0.1)
 
 
 def train_model(model: TitansForCausalLM, tokens: torch.Tensor, facts: Facts, steps: int) -> list[dict]:
     """Train, and return a point of the loss curve for every step."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
-    curve = []
+    schedule, curve = make_schedule(optimizer, steps), []
     for step in (bar := trange(steps, desc="training")):
         alone = step < FACTS_ALONE * steps
         ids, weight = training_batch(tokens, facts, alone)
@@ -83,9 +82,8 @@ def train_model(model: TitansForCausalLM, tokens: torch.Tensor, facts: Facts, st
         loss = (losses * weight).sum() / weight.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step / steps)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         point = {"facts": losses[weight == weight.max()].mean().item()}
         if not alone:
