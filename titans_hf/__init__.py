@@ -5,6 +5,7 @@ checkpoint's class by name find it.
 """
 
 import sys
+from importlib import import_module
 
 import transformers
 
@@ -37,9 +38,7 @@ __all__ = [
 
 
 def _fill_card(folder, repo_id: str) -> None:
-    from .hub.cards import fill_card
-
-    fill_card(folder, repo_id)
+    import_module("titans_hf.hub.cards").fill_card(folder, repo_id)  # when a model is pushed; hub needs pydantic
 
 
 def _register() -> None:
