@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,20 +13,18 @@ from typer.testing import CliRunner
 
 import titans_hf
 from titans_hf.cli.app import app
+from titans_hf.configuration_titans import PRESETS
 from titans_hf.evals.chance import CHANCE, level
 from titans_hf.evals.records import write_record
 from titans_hf.hub import cards
 from titans_hf.hub.card_results import by_suite, chance_note, eval_files, eval_results
-from titans_hf.hub.cards import fill_card, is_hub_id, preset_card, preset_names, public, read_model, trained_card
+from titans_hf.hub.cards import fill_card, is_hub_id, preset_card, public, read_model, trained_card
 from titans_hf.hub.loading import CommandError
+from titans_hf.hub.make_cards import main as make_cards
 from titans_hf.records.provenance import provenance
+from titans_hf.train.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from make_cards import main as make_cards  # noqa: E402
-
-from titans_hf.train.recipe import load_recipe  # noqa: E402
 
 HOME = ROOT / "model_cards"
 DATASETS = {"wikitext": "EleutherAI/wikitext_document_level, wikitext-2-raw-v1", "piqa": "baber/piqa"}
@@ -130,7 +127,7 @@ def test_every_committed_card_is_one_the_hub_can_read(path):
     assert str(ModelCard(card.content)) == card.content
     assert "/work" not in card.content
     assert "/home" not in card.content
-    if path.stem in preset_names():
+    if path.stem in PRESETS:
         assert "untrained" in data["tags"]
         assert "model-index" not in data
         title, first = [line for line in card.text.splitlines() if line][:2]
@@ -141,8 +138,8 @@ def test_every_committed_card_is_one_the_hub_can_read(path):
 
 
 def test_all_presets_have_a_card():
-    assert len(preset_names()) == 16
-    assert {path.stem for path in HOME.glob("*.md")} >= set(preset_names())
+    assert len(PRESETS) == 16
+    assert {path.stem for path in HOME.glob("*.md")} >= set(PRESETS)
 
 
 def test_a_preset_s_card_names_its_own_recipe_and_the_paper_s_figures():

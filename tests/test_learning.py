@@ -1,14 +1,9 @@
 """The memory is learned and used: recall beyond the window, against the same model that never writes."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts" / "studies"))
-
 import pytest
-import recall
 import torch
 
+from titans_hf.studies import recall
 from titans_hf.train.small_model import PEAK_LR, make_schedule
 
 

@@ -29,10 +29,10 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from .. import NeuralMemory, TitansCache, TitansConfig, TitansForCausalLM
+from ..configuration_titans import VARIANTS
 
 CHUNK, HEAD = 64, 64
 PIECE = 8192  # tokens per forward where a long context is read
-VARIANTS = ("mac", "mag", "mal", "lmm")
 
 HAS_TITANS_PYTORCH = importlib.util.find_spec("titans_pytorch") is not None
 if not HAS_TITANS_PYTORCH:

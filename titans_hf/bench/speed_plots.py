@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ..records.record import plots
+from ..records.files import plots
 
 COLOURS = {
     "titans-hf mac": "tab:blue",

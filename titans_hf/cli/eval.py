@@ -213,7 +213,8 @@ def table(
     """
     from ..evals.paper_tables import paper_table
     from ..evals.records import read_record
-    from ..evals.tables import markdown, our_rows, to_csv, write_text
+    from ..evals.tables import markdown, our_rows, to_csv
+    from ..records.files import write_text
 
     if kind is None and out is not None and out.suffix.lower() not in SUFFIXES:
         raise typer.BadParameter(f"{out} ends in none of {', '.join(SUFFIXES)}: say --format", param_hint="--out")

@@ -39,15 +39,14 @@ def info(
 
 def find_config(name: str) -> "TitansConfig":
     """A folder of that name, else a preset."""
-    from ..configuration_titans import PRESET_SIZES, VARIANTS, TitansConfig
+    from ..configuration_titans import PRESETS, TitansConfig
 
-    presets = [f"titans-{variant}-{width}" for variant in VARIANTS for width in PRESET_SIZES]
-    if not Path(name).exists() and name in presets:
+    if not Path(name).exists() and name in PRESETS:
         return TitansConfig.preset(name)
     try:
         return load_config(name)
     except CommandError as error:
-        near = get_close_matches(name, presets, n=1, cutoff=0.5)
+        near = get_close_matches(name, PRESETS, n=1, cutoff=0.5)
         if Path(name).exists() or not near:
             raise
         raise CommandError(f"{error}; the preset nearest to it is {near[0]}") from error

@@ -205,7 +205,7 @@ def describe(model: "PreTrainedModel", name: str | None, memory: str) -> dict:
     return {
         "name": name or model.config.name_or_path or "unnamed",
         "variant": model.config.variant if is_titans(model) else model.config.model_type,
-        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "memory": memory if is_titans(model) else "none",
     }

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ..records.files import plots
 from ..snapshots import whole_file
 from .paper_tables import Column, Row, Table
 from .tables import OURS, OurRow, chance_levels, groups_with, heading
@@ -20,11 +21,7 @@ def variant(row: Row) -> str | None:
 
 def save_png(path: Path, table: Table, records: list[dict]) -> None:
     """Draw the table with the rows of our records."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = plots()
     groups, levels = groups_with(table, records), chance_levels(table)
     across = min(ACROSS, len(table.columns))
     down = -(-len(table.columns) // across)

@@ -1,10 +1,8 @@
 """The paper's tables with the rows of our records beneath, as Markdown and as CSV. `table_plots` draws them."""
 
-import csv
-import io
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from ..records.files import csv_text
 from .chance import CHANCE, level
 from .paper_tables import Column, Row, Table, paper_table
 from .records import stderr_of_mean
@@ -185,22 +183,19 @@ def _footnotes(table: Table, ours: list[OurRow]) -> list[str]:
 
 
 def to_csv(table: Table, records: list[dict]) -> str:
-    """Every row in a line of its own: where it is from, its figures, and their standard errors."""
+    """One line for each row: where it is from, its figures, and their standard errors."""
     keys = [column.key for column in table.columns]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["source", "group", "model", "kind", *keys, *(f"{key}_stderr" for key in keys)])
-    for group, rows in groups_with(table, records).items():
-        for row in rows:
-            errors = row.errors if isinstance(row, OurRow) else {}
-            source = "titans-hf" if isinstance(row, OurRow) else "paper"
-            figures = [held.get(key, "") for held in (row.values, errors) for key in keys]
-            writer.writerow([source, group, row.model, row.kind, *figures])
-    return text.getvalue()
-
-
-def write_text(path: Path, text: str) -> None:
-    from ..snapshots import whole_file
-
-    with whole_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    columns = ["source", "group", "model", "kind", *keys, *(f"{key}_stderr" for key in keys)]
+    rows = [
+        {
+            "source": OURS if isinstance(row, OurRow) else "paper",
+            "group": group,
+            "model": row.model,
+            "kind": row.kind,
+            **{key: row.values[key] for key in keys if key in row.values},
+            **({f"{key}_stderr": error for key, error in row.errors.items()} if isinstance(row, OurRow) else {}),
+        }
+        for group, rows in groups_with(table, records).items()
+        for row in rows
+    ]
+    return csv_text(rows, columns)

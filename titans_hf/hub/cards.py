@@ -143,12 +143,6 @@ def is_record(path: Path) -> bool:
     return isinstance(found, dict) and found.get("format") == FORMAT
 
 
-def preset_names() -> list[str]:
-    from ..configuration_titans import PRESET_SIZES, VARIANTS
-
-    return [f"titans-{variant}-{width}" for variant in VARIANTS for width in PRESET_SIZES]
-
-
 def preset_card(name: str) -> "ModelCard":
     """A recipe card: what a preset is and how to train it. It has no weights, and the card says so first."""
     from ..configuration_titans import TitansConfig

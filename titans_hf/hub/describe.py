@@ -39,7 +39,7 @@ def describe(config: "TitansConfig", dtype: "torch.dtype") -> dict:
         "layers": layers,
         "hidden_size": config.hidden_size,
         "vocabulary": config.vocab_size,
-        "parameters": count_parameters(config),
+        "parameters": count_all(config),
         "memory_state_bytes": {"per_layer": memory, "all": memory * layers},
         "cache_bytes": cache,
         "full_attention_cache_bytes": {
@@ -49,23 +49,14 @@ def describe(config: "TitansConfig", dtype: "torch.dtype") -> dict:
     }
 
 
-def on_paper(config: "TitansConfig", architecture: str = CAUSAL):
-    """The model without its numbers."""
-    import torch
-
+def count_all(config: "TitansConfig") -> dict[str, int]:
+    """The parameters of the configuration's model: all, and without the embeddings."""
     from .. import modeling_titans
+    from ..records.sizes import count_parameters, empty_model
 
-    with torch.device("meta"):
-        return getattr(modeling_titans, architecture)(config).eval()
-
-
-def count_parameters(config: "TitansConfig") -> dict[str, int]:
-    """All, and all but the tables that turn tokens into vectors and back."""
-    model = on_paper(config, next((name for name in config.architectures or () if name in ARCHITECTURES), CAUSAL))
-    tables = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
-    sizes = {id(table.weight): table.weight.numel() for table in tables}  # once, where they are tied
-    count = model.num_parameters()
-    return {"all": count, "without_embeddings": count - sum(sizes.values())}
+    name = next((name for name in config.architectures or () if name in ARCHITECTURES), CAUSAL)
+    sizes = count_parameters(empty_model(config, getattr(modeling_titans, name)))
+    return {"all": sizes.parameters, "without_embeddings": sizes.without_embeddings}
 
 
 def read_one_token(config: "TitansConfig", dtype: "torch.dtype") -> tuple["TitansCacheLayer", "TitansCacheLayer"]:
@@ -73,6 +64,7 @@ def read_one_token(config: "TitansConfig", dtype: "torch.dtype") -> tuple["Titan
     import torch
 
     from ..cache_titans import TitansCache
+    from ..records.sizes import empty_model
 
     config = copy.deepcopy(config)
     config.num_hidden_layers = min(2, config.num_hidden_layers)
@@ -80,7 +72,7 @@ def read_one_token(config: "TitansConfig", dtype: "torch.dtype") -> tuple["Titan
     cache = TitansCache(config)
     with torch.no_grad():
         token = torch.zeros(1, 1, dtype=torch.long, device="meta")
-        on_paper(config).to(dtype)(input_ids=token, past_key_values=cache)
+        empty_model(config).eval().to(dtype)(input_ids=token, past_key_values=cache)
     return cache.layers[0], cache.layers[-1]
 
 

@@ -11,37 +11,18 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import TitansConfig
+from ..records.sizes import Sizes, count_parameters, empty_model
+from .gpus import GPUS
 from .recipe import Recipe
 
-# Dense bfloat16 TFLOP/s and GB, from the makers' data sheets: NVIDIA's for A100 SXM, H100 SXM, H200 SXM, HGX B200, L40S
-# and GeForce RTX 4090 (sums in float32), AMD's for MI300X. Where a sheet states sparse figures, half of them.
-GPUS = {
-    "a100": (312, 80),
-    "h100": (989, 80),
-    "h200": (989, 141),
-    "b200": (2250, 180),
-    "l40s": (362, 48),
-    "rtx4090": (165, 24),
-    "mi300x": (1307, 192),
-}
 # What a layer keeps for its backward, in bytes per token and unit of width, beside chunk starts and feed-forward:
 # measured on the 170m presets, and a Llama of that width, under bfloat16 autocast.
 KEPT_BY_MIXER = {"mac": 145, "mag": 182, "mal": 166, "lmm": 56, "llama": 34}
 BYTES_PER_LOGIT = 12  # in bfloat16 and float32, their log-softmax and its gradient
-
-
-@dataclass
-class Sizes:
-    """Parameters of a model: all of them, those outside of the embeddings, those of one layer."""
-
-    parameters: int
-    without_embeddings: int
-    per_layer: int
 
 
 @dataclass
@@ -69,19 +50,6 @@ class Batch:
     @property
     def tokens(self) -> int:
         return self.rows * self.accumulation * self.processes * self.length
-
-
-def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
-def count_parameters(model: PreTrainedModel) -> Sizes:
-    total = model.num_parameters()
-    outside = {id(p): p.numel() for p in model.get_input_embeddings().parameters()}
-    outside |= {id(p): p.numel() for p in model.get_output_embeddings().parameters()}
-    layer = sum(p.numel() for p in model.model.layers[0].parameters())
-    return Sizes(total, total - sum(outside.values()), layer)
 
 
 def product_flops(model: PreTrainedModel) -> int:
@@ -231,7 +199,7 @@ class Plan:
     def days(self) -> float | None:
         if self.gpu is None:
             return None
-        speed = GPUS[self.gpu][0] * 1e12 * self.utilisation * self.batch.processes
+        speed = GPUS[self.gpu].bf16 * self.utilisation * self.batch.processes
         return self.training_flops / speed / 86_400
 
     def rows(self) -> dict[str, str]:
@@ -251,12 +219,13 @@ class Plan:
             + f", about {_gb(self.activations)} activations (estimate)",
         }
         if self.gpu is not None:
-            peak, room = GPUS[self.gpu]
-            if total > room * 1e9:
-                rows["memory per device"] += f"; more than the {room} GB of a {self.gpu}: lower rows_per_device"
+            gpu = GPUS[self.gpu]
+            if total > gpu.room * 1e9:
+                rows["memory per device"] += f"; more than the {gpu.room} GB of a {self.gpu}: lower rows_per_device"
             rows["time"] = (
-                f"{self.days:.2f} days ({24 * self.days:.1f} hours) on {b.processes} x {self.gpu} of {peak} TFLOP/s "
-                f"at an assumed utilisation of {self.utilisation:.0%}, which nobody has measured"
+                f"{self.days:.2f} days ({24 * self.days:.1f} hours) on {b.processes} x {self.gpu} of "
+                f"{gpu.bf16 / 1e12:.0f} TFLOP/s at an assumed utilisation of {self.utilisation:.0%}, "
+                "which nobody has measured"
             )
         return rows
 

@@ -26,7 +26,7 @@ from datasets.distributed import split_dataset_by_node
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TrainerState, TrainingArguments, set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from ..records.record import write_record
+from ..records.files import write_record
 from ..snapshots import whole_file
 from .outputs import StopOnSignal, check_trackers, draw_losses, whole_folder
 from .plan import Plan, make_plan

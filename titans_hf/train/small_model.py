@@ -15,9 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm import trange
 from transformers import PreTrainedTokenizerBase, get_wsd_schedule
 
-from .. import TitansConfig, TitansForCausalLM
-from ..records.record import plots
+from .. import TitansForCausalLM
+from ..records.files import plots
 from .facts import Facts, stretches
+from .small_titans import small_titans
 
 WINDOW = 32
 ROW_LENGTH = 128
@@ -29,25 +30,21 @@ PEAK_LR = 6e-3
 
 
 def build_model(variant: str, tokenizer: PreTrainedTokenizerBase) -> TitansForCausalLM:
-    config = TitansConfig(
-        variant=variant,
-        vocab_size=len(tokenizer),
+    return small_titans(
+        variant,
+        len(tokenizer),
         hidden_size=128,
+        seed=None,
         intermediate_size=320,
-        num_hidden_layers=2,
         num_attention_heads=4,
         segment_size=WINDOW,
         sliding_window=WINDOW,
-        num_persistent_tokens=4,
         memory_chunk_size=16,
-        memory_depth=2,
         memory_expansion=1,
-        initializer_range=128**-0.5,  # transformers' 0.02 suits widths in the thousands
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return TitansForCausalLM(config)
 
 
 def training_batch(tokens: torch.Tensor, facts: Facts, alone: bool) -> tuple[torch.Tensor, torch.Tensor]:
