@@ -1,4 +1,4 @@
-"""Compile every kernel that dispatch can choose for GPUs that are not here, and write down what it takes of them.
+"""Compile every kernel that dispatch can choose, for GPUs that need not be present, and list the resources it uses.
 
 Each kernel is compiled for NVIDIA sm_80, sm_90 and sm_100 and AMD gfx942. The whole list goes to kernels/resources.csv,
 a summary into kernels/README.md. Needs triton and no GPU; TRITON_INTERPRET must not be set.
@@ -27,7 +27,7 @@ from titans_kernels.served import Shape, every_shape, options
 from ..configuration_titans import PRESETS, TitansConfig
 from ..records.files import csv_text, write_text
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what triton 3.9 does unasked, and 3.10 will not
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default of triton 3.9, not of 3.10
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, LIST, README = (ROOT / "kernels" / name for name in ("titans_kernels", "resources.csv", "README.md"))
@@ -57,7 +57,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes of a thread; agpr is AMD's second register file, spilled is in bytes."""
+    """What a compiled kernel uses per thread; agpr is AMD's second register file, spilled is in bytes."""
 
     registers: int
     agpr: int
@@ -138,7 +138,7 @@ def _read_amd(asm: dict, shared: int) -> Resources:
 
 
 def digest() -> str:
-    """Of what decides the resources: the kernels' sources and the launch sizes."""
+    """A digest of what determines the resources: the kernels' sources and the launch sizes."""
     sources = [(PACKAGE / f"{name}.py").read_bytes() for name in ("tiles", "forward", "backward", "decode", "served")]
     return hashlib.sha256(b"".join(sources)).hexdigest()[:16]
 
@@ -249,7 +249,7 @@ The presets' memory, per target: registers of a thread (r; on AMD both register 
 
 
 def differences(compiled: list[dict]) -> list[str]:
-    """Where the project's list or README is not what these sources give."""
+    """Where the project's list or README differs from what these sources give."""
     made_from, version, rows = read_list()
     found = problems(rows)
     if made_from != digest():

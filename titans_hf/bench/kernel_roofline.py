@@ -1,4 +1,4 @@
-"""What the kernels compute and move, from their own constants, and what an A100 and an H100 could make of it at best.
+"""What the kernels compute and move, from their own constants, and the best time for it on an A100 and an H100.
 
 Arithmetic, not measurement: nothing here was timed on a GPU. Writes the section into kernels/README.md.
 

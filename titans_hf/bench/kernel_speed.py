@@ -1,9 +1,9 @@
 """Time the memory's implementations side by side: torch, Triton, and peers where they are installed.
 
 Ours are compared before they are timed: outputs and gradients must agree, or nothing is reported. The runs are
-interleaved and the median is taken. titans-pytorch's NeuralMemory has its projections in its time and other maths
-(updates at each chunk, as here); flash-linear-attention's gated delta rule is a linear memory without momentum: a
-yardstick for speed only.
+interleaved and the median is taken. The time of titans-pytorch's NeuralMemory includes its projections, and its maths
+differ (updates at each chunk, as here); flash-linear-attention's gated delta rule is a linear memory without momentum:
+a yardstick for speed only.
 
     python scripts/bench/kernel_speed.py --record runs/kernels           # on a GPU
     python scripts/bench/kernel_speed.py --device cpu --record runs/cpu  # tiny, in Triton's interpreter
@@ -37,7 +37,7 @@ class Sizes:
     chunk: int
 
     def inputs(self, tokens: int, device: str):
-        """Leaves that ask for gradients: tokens and gates, start weights."""
+        """Leaves that require gradients: tokens and gates, start weights."""
         g = torch.Generator().manual_seed(0)
         normal = lambda *shape: torch.randn(*shape, generator=g).to(device)  # noqa: E731
         shape = (self.batch, tokens, self.heads)
@@ -99,7 +99,7 @@ def distance(mine: list, theirs: list) -> float:
 
 
 def disagreement(first: Callable, second: Callable, inputs: list) -> float:
-    """Of outputs and of all gradients."""
+    """The largest difference of outputs and of all gradients."""
     found = []
     for read in (first, second):
         y = read(*inputs)
@@ -124,7 +124,7 @@ def ragged_disagreement(sizes: Sizes, device: str) -> float:
 
 @torch.no_grad()
 def decoding_disagreement(sizes: Sizes, device: str) -> float:
-    """Token by token, over a chunk's end."""
+    """Decoding token by token, past the end of a chunk."""
     inputs, found = sizes.inputs(sizes.chunk + 5, device), []
     tokens, weights = inputs[:6], inputs[6:]
     for backend in ("triton", "torch"):

@@ -1,8 +1,8 @@
 """Cost per token and cache size against the length read: neither grows.
 
-Each variant reads up to `--tokens` tokens through its cache. At growing lengths the script keeps a clone, weighs it,
-and times `--steps` decode steps from it, interleaved over repeats. The KV cache of a full-attention model of the same
-width and depth is given beside it.
+Each variant reads up to `--tokens` tokens through its cache. At growing lengths the script keeps a clone, measures its
+size, and times `--steps` decode steps from it, interleaved over repeats. For comparison, the KV cache of
+a full-attention model of the same width and depth.
 
     python scripts/bench/length.py --tokens 200000 --record model_cards/records/length
 """

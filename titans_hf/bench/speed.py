@@ -7,7 +7,7 @@ Sections:
     training  tokens per second of loss and gradients, at equal width, depth and parameters
     prefill   tokens per second of reading a prompt into a cache, of the same models
     decode    single-token steps after short and long contexts, at equal width and depth; our models read every token
-              of their context, and 256 steps are timed together, so that all that comes now and then is in the mean
+              of their context, and 256 steps are timed together, so that occasional work is in the mean
 
     pip install titans-pytorch==0.5.5
     python scripts/bench/speed.py --record model_cards/records/speed
@@ -43,7 +43,7 @@ from .speed_targets import print_targets, targets
 
 
 def interleaved(timers: dict[Hashable, Callable[[], float]], repeats: int, label: str) -> dict[Hashable, float]:
-    """Median of what each timer returns. They run in turn, so that noise hits all alike; the first round warms up."""
+    """Median of what each timer returns. They take turns, so that noise affects all alike; the first round warms up."""
     times = {key: [] for key in timers}
     with tqdm(total=(repeats + 1) * len(timers), desc=label) as bar:
         for repeat in range(repeats + 1):
@@ -99,7 +99,9 @@ def layer_rows(case: Case, measured: str, found: dict[str, float], figure: Calla
 
 
 def layer_memory(case: Case) -> list[dict]:
-    found = {name: max(0.1, peak_memory(case, name)) for name in LAYERS}  # a small case fits into what was there
+    found = {
+        name: max(0.1, peak_memory(case, name)) for name in LAYERS
+    }  # a small case may fit into memory that was already resident
     return layer_rows(case, "peak memory", found, lambda mebibytes: {"mebibytes": round(mebibytes, 1)})
 
 
@@ -181,7 +183,7 @@ def measure_decode(arguments: argparse.Namespace) -> list[dict]:
 
 
 def decode_times(models: dict[str, Peer], batch: int, arguments: argparse.Namespace) -> list[dict]:
-    """Every model after every context in turn: contexts are to be compared as much as models are."""
+    """Every model after every context, interleaved: contexts are compared as well as models."""
     states = {
         (name, context): model.begin(context, batch)
         for name, model in models.items()
@@ -269,7 +271,9 @@ def main() -> None:
     contexts = [2**10, 2**12, 2**14, 2**17, 2**20]
     models.add_argument("--contexts", nargs="+", type=int, default=contexts, help="tokens before decode, at least 64")
     models.add_argument("--batches", nargs="+", type=int, default=[1, 8], help="batch sizes of decode")
-    models.add_argument("--steps", type=int, help="decode no more tokens per measurement: quick, not fair")
+    models.add_argument(
+        "--steps", type=int, help="decode at most this many tokens per measurement: quick, but not fair"
+    )
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)

@@ -1,10 +1,10 @@
 """Let a tiny MAC and a tiny LMM read two million tokens through the cache: all finite, memory and speed flat.
 
-The text is drawn by Zipf's law, with passages that return, and made as it is read. Each variant runs in a process of
+The text follows Zipf's law, repeats some passages, and is made while it is read. Each variant runs in a process of
 its own. At every mark the script notes tokens per second since the mark before, resident memory (Linux; its peak, and
-what stays once freed memory is handed back), the cache's bytes, and whether logits and cache were finite. It fails if
-something was not, if the cache changed its size, or if what stays varied by more than `--tolerance` from the first mark
-on.
+what remains after freed memory is returned), the cache's bytes, and whether logits and cache were finite. It fails if
+something was not, if the cache changed its size, or if what remains varied by more than `--tolerance` after the
+first mark.
 
     python scripts/bench/stream.py --record model_cards/records/stream
 """
@@ -60,7 +60,7 @@ def pieces(sizes: list[int]) -> Iterator[torch.Tensor]:
 
 
 def cut(tokens: int, piece: int) -> list[int]:
-    """So many tokens in pieces, the last one shorter if need be."""
+    """Sizes of pieces that add up to `tokens`; the last one may be shorter."""
     return [min(piece, tokens - start) for start in range(0, tokens, piece)]
 
 
@@ -104,7 +104,7 @@ def in_own_process(variant: str, arguments: argparse.Namespace) -> list[dict]:
 
 
 def problems(rows: list[dict], tolerance: float) -> list[str]:
-    """What is wrong with a variant's rows, in words."""
+    """The problems of a variant's rows, as messages."""
     found = []
     variant, memory = rows[0]["variant"], [row["resident_mebibytes"] for row in rows]
     broken = [row["tokens_read"] for row in rows if not row["finite"]]

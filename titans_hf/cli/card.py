@@ -54,7 +54,7 @@ def card(
 
 
 def model_folder(name: str) -> Path:
-    """The folder of that name; what is neither a folder nor a preset is refused, with the nearest preset."""
+    """The folder of that name; for a name that is neither folder nor preset the error names the nearest preset."""
     if Path(name).is_file():
         raise CommandError(f"{name} is a file; pass the folder of a model")
     if not Path(name).is_dir():

@@ -1,4 +1,4 @@
-"""`titans info`: what a model is and what it takes, from its configuration alone."""
+"""`titans info`: what a model is and needs, from its configuration alone."""
 
 import json
 from difflib import get_close_matches
@@ -23,9 +23,9 @@ def info(
 ) -> None:
     """Describe a preset or the folder of a model.
 
-    Tells its parameters, the bytes of its memory and of its cache, and which kernels would run. No weights are made or
-    loaded. The cache, which never grows, is set against the keys and values that full attention
-    of the same layers, heads and precision would keep.
+    Tells its parameters, the bytes of its memory and of its cache, and which kernels would run. No weights are created
+    or loaded. The cache, which never grows, is compared with the keys and values that full attention of the same
+    layers, heads and precision would keep.
 
     \b
     titans info titans-mac-340m
@@ -53,7 +53,7 @@ def find_config(name: str) -> "TitansConfig":
 
 
 def in_words(facts: dict) -> list[str]:
-    """The same for people."""
+    """The figures as text."""
     count, memory, kernels = facts["parameters"], facts["memory_state_bytes"], facts["kernels"]
     rows = {
         "model": f"{facts['name']}: Titans {facts['variant']}, {facts['layers']} layers, width {facts['hidden_size']}, "

@@ -1,4 +1,4 @@
-"""The record of an evaluation: a JSON file that says what was measured, and everything needed to measure it again.
+"""The record of an evaluation: a JSON file with the results and everything needed to reproduce them.
 
 format, version     "titans evaluation", 1
 suite               what was run: "table1", "table2" or "babilong"
@@ -9,7 +9,7 @@ machine             architecture and threads, and the device
 seeds               python, numpy, torch, fewshot: lm-eval's
 seconds             of the evaluation, without loading
 model               name, variant (of a baseline its model type), parameters, dtype, memory ("on"; "off", never written;
-                    "reset", put back at each segment; "none", of a baseline)
+                    "reset", reset at each segment; "none", of a baseline)
 settings            limit (documents a task; null is all), batch_size, max_length, num_fewshot, bootstrap_iters;
                     of table2 and babilong also their lengths, and the limit is that of each; of a baseline also
                     inputs_cut, how many inputs lost their beginning to its max_length
@@ -113,7 +113,7 @@ def without_nan(record: dict) -> dict:
 
 
 def write_record(path: Path, record: dict) -> None:
-    """Write a record, whole or not at all."""
+    """Write a record, completely or not at all."""
     text = json.dumps(check_record(without_nan(record)), indent=1, allow_nan=False) + "\n"
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

@@ -21,7 +21,7 @@ class OurRow(Row):
 
 
 def our_rows(records: list[dict], table: Table) -> list[OurRow]:
-    """One row a model. Records of the same model, of different suites, make one row; the last word counts."""
+    """One row per model, from its records of all suites; the last record of a column counts."""
     by_model: dict[tuple, list[dict]] = {}
     for record in records:
         by_model.setdefault(tuple(record["model"].values()), []).append(record)
@@ -49,7 +49,7 @@ def our_row(records: list[dict], table: Table) -> OurRow:
 
 
 def describe(model: dict) -> list[str]:
-    """What is told of a record's model beside its name."""
+    """What a row says about a record's model after its name."""
     control = {"off": ["memory off"], "reset": ["memory reset"]}.get(model["memory"], [])
     return [variant_name(model), count(model["parameters"]), *control]
 
@@ -68,7 +68,7 @@ def count(parameters: int) -> str:
 
 
 def measured(record: dict) -> str:
-    """How a record came about, in a line."""
+    """How a record was measured, in one line."""
     source = " and ".join(sorted({held["source"] for held in record["data"].values()}))
     version, commit = record["versions"]["lm_eval"], record["commit"] or "unknown"
     how = f"{record['model']['dtype']}, lm-eval {version}, commit {commit}, {record['date']}"
@@ -87,7 +87,7 @@ def which_documents(record: dict) -> str:
 
 
 def cut_inputs(settings: dict) -> str:
-    """What a baseline could not hold, if there was anything."""
+    """How many inputs were cut for a baseline, if any."""
     cut = settings.get("inputs_cut")
     return f", {cut:,} inputs cut to {settings['max_length']:,} tokens" if cut else ""
 
@@ -136,32 +136,32 @@ def markdown(table: Table, records: list[dict]) -> str:
     """The table, what the paper says of it, and how our rows were measured."""
     found = groups_with(table, records)
     header, rule = ["Model", *map(heading, table.columns)], ["---"] + ["---:"] * len(table.columns)
-    lines = [f"### Table {table.number}: {table.title}", "", _line(header), _line(rule)]
+    lines = [f"### Table {table.number}: {table.title}", "", markdown_row(header), markdown_row(rule)]
     for name, rows in found.items():
         bold = highlighted(rows, table)
         if name:
-            lines.append(_line([f"**{name}**", *[""] * len(table.columns)]))
+            lines.append(markdown_row([f"**{name}**", *[""] * len(table.columns)]))
         for i, row in enumerate(rows):
             star = r"\*" if row.kind == "hybrid" and table.highlight else ""
             cells = [cell(row, column, table.decimals, (i, column.key) in bold) for column in table.columns]
-            lines.append(_line([_escape(row.model) + star, *cells]))
+            lines.append(markdown_row([_escape(row.model) + star, *cells]))
     if OURS in found and chance_levels(table):
         lines.append(chance_line(table))
     return "\n".join([*lines, "", *_footnotes(table, found.get(OURS, [])), ""])
 
 
 def chance_levels(table: Table) -> dict[str, float]:
-    """By key of a column, what it shows of a model that knows nothing, where that is more than 0."""
+    """The chance level of each column that has one above 0, by key."""
     return {column.key: level(column.task) for column in table.columns if column.task in CHANCE}
 
 
 def chance_line(table: Table) -> str:
     levels = chance_levels(table)
     cells = [figure(levels[column.key], table.decimals) if column.key in levels else "–" for column in table.columns]
-    return _line(["chance", *cells])
+    return markdown_row(["chance", *cells])
 
 
-def _line(cells: list[str]) -> str:
+def markdown_row(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 

@@ -3,7 +3,7 @@
 A trained model's card is made from
     config.json     the model's
     training.json   of scripts/train/pretrain.py: how it was trained
-    about.json      what no record knows, all of it optional: "data" (a text on the training data), "language",
+    about.json      what no record contains, all of it optional: "data" (a text on the training data), "language",
                     "datasets" and "base_model" (ids on the Hub)
 and from evaluation records, any JSON files of `titans eval`. The weights need not be there.
 """
@@ -18,7 +18,7 @@ from ..evals.paper_tables import Row, paper_table
 from ..evals.records import FORMAT, read_record
 from ..evals.tables import count, figure, heading
 from ..records.schema import Schema, validate
-from .card_results import eval_results, result_tables
+from .card_results import HUB_ID, eval_results, result_tables
 from .describe import describe, find_dtype
 from .loading import CommandError, Dtype, folder_name, size
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 TEMPLATE = Path(__file__).parent / "card_template.md"
 LICENSE, LIBRARY = "apache-2.0", "transformers"
-FORM_SAYS = "This model card has been automatically generated."  # in the form of transformers, where there is no card
+FORM_SAYS = "This model card has been automatically generated."  # in the template that transformers writes
 VARIANTS = {
     "mac": "MAC, memory as context (Section 4.1)",
     "mag": "MAG, memory as gate (Section 4.2)",
@@ -39,7 +39,7 @@ VARIANTS = {
 PIPELINES = {"TitansForSequenceClassification": "text-classification", "TitansModel": "feature-extraction"}
 AUTO_CLASSES = {"TitansForSequenceClassification": "AutoModelForSequenceClassification", "TitansModel": "AutoModel"}
 TAGS = ["titans", "neural-memory", "test-time-training"]
-# What scripts/recipes/ says, for cards made where the recipes are not; a test compares them.
+# As in scripts/recipes/, which are not installed with the package; a test compares them.
 PAPER_RECIPE = {
     "dataset": "HuggingFaceFW/fineweb-edu",
     "config": "sample-100BT",
@@ -55,7 +55,7 @@ ABSOLUTE = re.compile(r"(?:(?<=[\s='\"`(])|^)/(?:[^\s/'\"`]+/)+", re.MULTILINE)
 
 
 class Training(Schema):
-    """What a card says of the training, from `training.json`."""
+    """What a card says about the training, from `training.json`."""
 
     command: str
     commit: str | None
@@ -72,7 +72,7 @@ class Training(Schema):
 
 
 class About(Schema):
-    """What no record knows, from `about.json`."""
+    """What no record contains, from `about.json`."""
 
     data: str | None = None
     language: str | None = None
@@ -364,8 +364,8 @@ def data_source(data: dict) -> str | None:
 
 
 def is_hub_id(name: object) -> bool:
-    """Whether a name could be an id on the Hub, and is not that of something here."""
-    return isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
+    """Whether a name could be an id on the Hub and is not a local path."""
+    return isinstance(name, str) and HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def datasets(model: Model) -> list[str] | None:
@@ -389,7 +389,7 @@ def recipe_yaml(recipe: dict) -> str:
 
 
 def public(text: str) -> str:
-    """Without the folders of absolute paths, which tell of a machine and its people."""
+    """Without the folders of absolute paths, which are private."""
     return ABSOLUTE.sub("…/", text)
 
 
@@ -417,7 +417,7 @@ def trained_limits(model: Model) -> list[str]:
 
 
 def is_empty_form(card: "ModelCard") -> bool:
-    """Whether nobody has written into it: each place of huggingface_hub's form is as it was."""
+    """Whether the card is huggingface_hub's template, unedited."""
     from huggingface_hub import ModelCard
 
     said = next((line for line in card.text.splitlines() if FORM_SAYS in line), None)
@@ -428,7 +428,7 @@ def is_empty_form(card: "ModelCard") -> bool:
 
 
 def fill_card(folder: str | Path, repo_id: str) -> None:
-    """Put a card of the model in place of the empty form that transformers leaves where a repository has none."""
+    """Replace the empty template that transformers writes for a new repository by a card of the model."""
     from huggingface_hub import ModelCard
 
     path = Path(folder) / "README.md"

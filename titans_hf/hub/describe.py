@@ -1,4 +1,4 @@
-"""What a model is and what it takes, from its configuration alone: no weights are made or loaded."""
+"""What a model is and needs, from its configuration alone: no weights are created or loaded."""
 
 import copy
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ def find_dtype(config: "TitansConfig", asked: Dtype) -> "torch.dtype":
 
 
 def describe(config: "TitansConfig", dtype: "torch.dtype") -> dict:
-    """All that `titans info` tells, as numbers."""
+    """The figures of `titans info`."""
     first, last = read_one_token(config, dtype)
     layers = config.num_hidden_layers
     cache = (layers - 1) * layer_bytes(first) + layer_bytes(last)
@@ -68,7 +68,7 @@ def read_one_token(config: "TitansConfig", dtype: "torch.dtype") -> tuple["Titan
 
     config = copy.deepcopy(config)
     config.num_hidden_layers = min(2, config.num_hidden_layers)
-    config.memory_implementation = "torch"  # which serves every shape and leaves the same cache
+    config.memory_implementation = "torch"  # supports every shape, with the same cache
     cache = TitansCache(config)
     with torch.no_grad():
         token = torch.zeros(1, 1, dtype=torch.long, device="meta")
@@ -81,7 +81,7 @@ def layer_bytes(layer: "TitansCacheLayer") -> int:
 
 
 def choose_kernels(config: "TitansConfig", layer: "TitansCacheLayer") -> dict[str, str]:
-    """What would write the memory here and on a GPU, and why; the choice itself is `memory_ops`' own."""
+    """What would write the memory here and on a GPU, and why; `memory_ops` makes the choice."""
     import torch
 
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -108,7 +108,7 @@ def _chosen(config: "TitansConfig", layer: "TitansCacheLayer", device: "torch.de
         if asked == "auto":
             return TORCH, f"the kernels cannot be imported ({error}): pip install 'titans-hf[kernels]'"
         return "none", f"memory_implementation='triton', and the kernels cannot be imported: {error}"
-    home = "meta" if device.type == "cuda" else device  # to which the kernels' rules are those of a GPU
+    home = "meta" if device.type == "cuda" else device  # for which the kernels apply the rules of a GPU
     q = torch.empty(1, 1, *weights[0].shape[1:3], dtype=weights[0].dtype, device=home)
     unserved = refusal(weights, q, config.memory_chunk_size)
     if unserved is None:

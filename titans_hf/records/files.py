@@ -1,4 +1,4 @@
-"""The files of a run, each complete or not there: text, JSON records with their provenance, CSV tables; and plots."""
+"""Files written completely or not at all: text, JSON records with their provenance, CSV tables. And matplotlib."""
 
 import csv
 import io
@@ -27,7 +27,7 @@ def write_record(path: Path, **content) -> Path:
 
 
 def csv_text(rows: list[dict], columns: Sequence[str] | None = None) -> str:
-    """Rows as CSV, by default with every column that one of them has; a value that a row lacks is empty."""
+    """Rows as CSV, by default with the columns of all of them; missing values are empty."""
     text = io.StringIO()
     names = columns or list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(text, names, lineterminator="\n")

@@ -17,7 +17,7 @@ PACKAGES = ("torch", "transformers", "lm_eval", "datasets")
 
 
 def own_commit() -> str | None:
-    """The commit of this package's sources; None where they are not those of a repository (an installed wheel)."""
+    """The commit of this package's sources; None outside of a repository (an installed wheel)."""
     here = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str | None:
@@ -32,11 +32,11 @@ def own_commit() -> str | None:
     return git("describe", "--always", "--dirty", "--exclude", "*")
 
 
-COMMIT = own_commit()  # asked when a run begins: a long one may end on another
+COMMIT = own_commit()  # at import: the commit may change during a long run
 
 
 def provenance(device: torch.device | str | None = None, command: str | None = None) -> dict:
-    """Where the present run comes from. The command is this process's unless it is given."""
+    """Command, commit, date, versions and machine of this run. `command` replaces this process's own."""
     return {
         "command": command or own_command(),
         "commit": COMMIT,
@@ -47,7 +47,7 @@ def provenance(device: torch.device | str | None = None, command: str | None = N
 
 
 def own_command() -> str:
-    """The command that runs: `python` and a script by its path in the repository, or a program by its name."""
+    """This process's command: `python` and the script's path in the repository, or the program's name."""
     program = Path(sys.argv[0]).resolve()
     is_script = program.suffix == ".py" and program.is_relative_to(ROOT)
     words = ["python", program.relative_to(ROOT).as_posix()] if is_script else [program.name]
@@ -55,7 +55,7 @@ def own_command() -> str:
 
 
 def machine(device: torch.device | str | None = None) -> str:
-    """Architecture, threads and, if given, the device; of a GPU also what it is."""
+    """Architecture, threads and, if given, the device, with the model of a GPU."""
     found = f"{platform.machine()}, {torch.get_num_threads()} threads"
     if device is None:
         return found

@@ -1,4 +1,4 @@
-"""The checks of recipes and records, by pydantic: an error is one line that names the field and what it must be."""
+"""Validation of recipes and records by pydantic, with errors of one line that name the field and what it must be."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -8,13 +8,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class Schema(BaseModel):
-    """Fields of exactly the types they declare. Other fields are let through, for the files of later versions."""
+    """Fields must have exactly their declared types. Unknown fields are allowed: later versions may write them."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
 
 class ClosedSchema(Schema):
-    """A schema that refuses other fields: in what a person writes they are misspelt."""
+    """A schema that refuses unknown fields, for files that people write: there they are typing errors."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -23,7 +23,7 @@ Checked = TypeVar("Checked", bound=Schema)
 
 
 def validate(schema: type[Checked], values: object, where: str = "") -> Checked:
-    """The values as that schema; a `ValueError` says what is wrong with the first of them, and in which file."""
+    """The values as an instance of the schema; a `ValueError` names the first wrong field, after `where`."""
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -34,7 +34,7 @@ def validate(schema: type[Checked], values: object, where: str = "") -> Checked:
 
 
 def no_such_field(name: object, known: Iterable[str], section: str = "") -> str:
-    """Says that a section has no such field, and which one is nearest."""
+    """The message that a section has no such field, with the nearest name."""
     near = get_close_matches(str(name), list(known), 1, 0)[0]
     return f"there is no field `{_join(section, name)}`; the nearest is `{_join(section, near)}`"
 
@@ -51,7 +51,7 @@ def _explain(schema: type[Schema], values: object, problem: dict) -> str:
 
 
 def _section(schema: type[Schema], loc: tuple) -> type[Schema]:
-    """The schema of a section, by its place in another."""
+    """The schema of the section at that location."""
     for part in loc:
         kind = schema.model_fields[part].annotation
         schema = next(each for each in get_args(kind) or (kind,) if hasattr(each, "model_fields"))
@@ -59,7 +59,7 @@ def _section(schema: type[Schema], loc: tuple) -> type[Schema]:
 
 
 def _name(values: Any, loc: tuple) -> str:
-    """A field's full name. Behind a field of several types pydantic names the type, which is left out."""
+    """A field's full name, without the name of a type that pydantic adds for a union."""
     name = ""
     for part in loc:
         if isinstance(values, dict):

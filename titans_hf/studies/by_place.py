@@ -1,4 +1,4 @@
-"""How well a model reads, by place in the text, with its memory on, put back at each segment, and never written.
+"""How well a model reads, by place in the text, with its memory on, reset at each segment, and never written.
 
     python scripts/studies/by_place.py runs/small/mag/model --data DATA --tokens 12288
 
@@ -24,7 +24,7 @@ from ..records.files import write_record
 
 
 def read_texts(folder: Path, tokenizer, tokens: int) -> Tensor:
-    """The beginnings [N, 1 + T] of articles that have so many tokens, behind the token that opens a text."""
+    """The first `tokens` tokens of the articles that are long enough, after the start token: [N, 1 + T]."""
     texts = map(wikitext_detokenizer, documents("wikitext", data_folder(folder)))
     found = [tokenizer(text, verbose=False).input_ids[:tokens] for text in texts]
     kept = [[tokenizer.bos_token_id, *ids] for ids in found if len(ids) == tokens]

@@ -1,8 +1,8 @@
-"""Key-value recall far beyond the attention window: does the memory remember what attention cannot see?
+"""Key-value recall far beyond the attention window: does the memory hold what attention cannot reach?
 
 Each sequence shows `--pairs` random (key, value) pairs, then a gap of filler, then asks for every key again in another
 order; the loss is on the values of the second part. With two layers and a window of 16, attention reaches back 30
-tokens, less than the gap. The control is the same model, which may read its memory but never writes it
+tokens, less than the gap. The control is the same model, whose memory is read but never written
 (`memory_read_only=True`).
 
     python scripts/studies/recall.py --variant mag --record model_cards/records/recall-mag
@@ -71,7 +71,7 @@ def accuracy(model: TitansForCausalLM, args: argparse.Namespace, read_only: bool
 
 
 def train(args: argparse.Namespace, read_only: bool) -> dict:
-    """Train one model and return its curve, its accuracies at growing gaps, and what it took."""
+    """Train one model; returns its loss curve, its accuracies at growing gaps, and the time."""
     model = build_model(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.steps, pct_start=0.1)

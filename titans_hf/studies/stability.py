@@ -2,7 +2,8 @@
 
 Rows of the batch: one repeated token, two alternating tokens, random tokens. Each variant runs with the default memory
 settings at a tiny width, in float32 and bfloat16; and in float32 with gates worse than the defaults allow: steps of
-0.1 that the longest momentum spends a thousand times over, and no forgetting. What holds then is the cap on surprise.
+0.1, the longest momentum, which adds each up a thousand times, and no forgetting. Then only the cap on surprise bounds
+the memory.
 
     python scripts/studies/stability.py --tokens 200000 --record model_cards/records/stability
 """
@@ -53,7 +54,7 @@ def hard_rows(start: int, stop: int) -> torch.Tensor:
 
 @torch.no_grad()
 def stream(variant: str, dtype: torch.dtype, worst_gates: bool, tokens: int, piece: int) -> dict:
-    """Read the rows piece by piece; returns whether all was finite and how large the memory grew."""
+    """Read the rows in pieces; returns whether all values were finite and how large the memory grew."""
     model = build_model(variant, worst_gates).to(dtype)
     cache, finite, started = TitansCache(model.config), True, time.time()
     name = f"{variant} {str(dtype)[6:]}{' worst gates' if worst_gates else ''}"

@@ -1,7 +1,7 @@
 """A tour of titans-hf in about four minutes on a CPU, with nothing to download.
 
-Trains a tokenizer and a small Titans on the language reference that every Python carries, saves it and loads it back,
-lets it write, has it remember facts far beyond its attention window, draws its surprise, and runs lm-eval on held-out
+Trains a tokenizer and a small Titans on Python's own language reference, saves it and loads it back,
+generates text, recalls facts from far beyond the attention window, draws the surprise, and runs lm-eval on held-out
 text. Every step can be repeated alone:
 
     python scripts/demo.py --only remember
@@ -41,7 +41,7 @@ TASK = "titans_held_out"
 
 @dataclass
 class Step:
-    """One step of the tour: what was found, and the command that finds it again."""
+    """One step of the tour: its result, and the command that repeats it."""
 
     name: str
     figure: str
@@ -69,7 +69,7 @@ def train(args: argparse.Namespace) -> Step:
 
 
 def load(out: Path) -> tuple[PreTrainedTokenizerBase, TitansForCausalLM]:
-    """The saved model, as a stranger would load it."""
+    """The saved tokenizer and model, by the Auto classes."""
     return AutoTokenizer.from_pretrained(out), AutoModelForCausalLM.from_pretrained(out).eval()
 
 
@@ -146,7 +146,7 @@ def surprise(args: argparse.Namespace) -> Step:
 
 
 def evaluate(args: argparse.Namespace) -> Step:
-    """lm-eval's own perplexity of held-out text, as a task made on the spot."""
+    """lm-eval's own perplexity of held-out text, as a task of its own."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -192,7 +192,7 @@ def write_task(folder: Path, text: str, length: int = 4000) -> None:
             for name, aggregation in (("byte_perplexity", "weighted_perplexity"), ("bits_per_byte", "bits_per_byte"))
         ],
     }
-    (folder / f"{TASK}.yaml").write_text(json.dumps(task, indent=1) + "\n")  # which is YAML, too
+    (folder / f"{TASK}.yaml").write_text(json.dumps(task, indent=1) + "\n")  # JSON is YAML, too
 
 
 STEPS: dict[str, Callable[[argparse.Namespace], Step]] = {
@@ -233,7 +233,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    disable_progress_bar()  # saving and loading take no time here; the bar to watch is the training's
+    disable_progress_bar()  # of saving and loading; training has its own
     started, steps = time.perf_counter(), []
     for name, run in STEPS.items():
         if args.only in (None, name):

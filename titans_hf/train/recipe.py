@@ -1,7 +1,7 @@
-"""What a training run is made of, as a YAML file: read, merged with its base and the command line, and checked.
+"""A training run as a YAML file: read, merged with its base and the command line, and checked.
 
-A recipe has the sections below. `base: other.yaml` starts from another recipe, beside it; `section.field=value` on the
-command line has the last word. A field that does not exist is refused with the nearest one that does.
+A recipe has the sections below. `base: other.yaml` starts from another recipe in the same folder;
+`section.field=value` on the command line overrides both. For an unknown field the error names the nearest known one.
 """
 
 import dataclasses
@@ -92,10 +92,10 @@ class TrainingSection(ClosedSchema):
     clip: Annotated[Number, Field(ge=0)] = 1.0
     precision: Literal["fp32", "bf16"] = "bf16"
     gradient_checkpointing: bool = True
-    data_workers: Literal[0, 1] = 1  # two would each have a place in the stream of its own
+    data_workers: Literal[0, 1] = 1  # with two, each would have its own position in the stream
     log_every: Count = 10
     save_every: Count = 500
-    keep_checkpoints: Annotated[int, Field(ge=2)] = 3  # the one before stays until the next is complete
+    keep_checkpoints: Annotated[int, Field(ge=2)] = 3  # the previous one stays until the next is complete
     eval_every: Annotated[int, Field(ge=0)] = 1000
     report_to: list[Tracker] = []
 

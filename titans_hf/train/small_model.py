@@ -1,7 +1,7 @@
 """The small model of the tour, and how it is trained in two minutes on a CPU.
 
 Training mixes two kinds of rows: text, and facts to be remembered (see facts.py). The first fifth of the steps is facts
-alone: recall is learned in seconds when nothing else asks for attention, and hardly at all once the text does.
+alone: recall is learned in seconds from facts alone, and hardly at all once text is mixed in.
 
 Axis letters: B rows of a batch, N tokens of a text or row.
 """
@@ -24,7 +24,7 @@ WINDOW = 32
 ROW_LENGTH = 128
 TEXT_ROWS, FACT_ROWS = 5, 3  # of a batch
 FACTS = 8
-FIRST_FACTS, FIRST_ROWS, FIRST_LENGTH = 6, 32, 66  # of a batch while facts are all there is
+FIRST_FACTS, FIRST_ROWS, FIRST_LENGTH = 6, 32, 66  # of a batch with facts alone
 FACTS_ALONE = 0.2  # of the training
 PEAK_LR = 6e-3
 

@@ -1,13 +1,13 @@
-"""Table 1 in the small: four Titans variants and a Llama, trained and measured alike, from nothing to records.
+"""A small Table 1: four Titans variants and a Llama, trained and measured alike, from scratch to records.
 
     python scripts/train/small_table.py --data DATA
     python scripts/train/small_table.py --data DATA --only mac,lmm
 
 DATA holds the text to train on (see small_text.py) and the benchmarks' files in `lm_eval/`. Every model has 3.4 million
 parameters and reads the same 1.2 million tokens in the same order, from the same seed. Titans models are also measured
-on WikiText and LAMBADA with their memory never written, and put back at each segment. Training a model and measuring it
-takes twelve to twenty-five minutes each on a CPU core. What is complete is not done again, but a model that was trained
-anew is measured anew; records go to `model_cards/records`.
+on WikiText and LAMBADA with the memory never written, and with the memory reset at each segment. Training a model and
+measuring it takes twelve to twenty-five minutes each on a CPU core. Complete steps are skipped, but a model that was
+trained again is measured again. Records go to `model_cards/records`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-SCRIPTS = Path(os.path.relpath(Path(__file__).parents[2] / "scripts"))  # as a user would type it
+SCRIPTS = Path(os.path.relpath(Path(__file__).parents[2] / "scripts"))  # as a user types it
 RUNS = Path("runs/small")
 CONTROLS = ("off", "reset")
 CONTROL_TASKS = "wikitext,lambada_openai"
@@ -68,7 +68,7 @@ def train(key: str) -> None:
 
 
 def forget_others(folder: Path, training: Path) -> None:
-    """Remove results from a folder of records that is of another training."""
+    """Remove results that belong to an earlier training."""
     known = folder / "training.json"
     if known.exists() and known.read_bytes() != training.read_bytes():
         for record in folder.glob("table1*.json"):

@@ -4,7 +4,7 @@
 
 DATA holds `text/wikitext2.train.tokens` and `text/books/*.md`. Articles go through lm-eval's own detokeniser, as those
 of its test do; the rare words that WikiText-2 hides stay `<unk>`. Both kinds are shuffled together, and a byte-level
-BPE is learned from them. Writes `text.jsonl`, a document a line, `tokenizer/`, and `about.json` for their cards.
+BPE is learned from them. Writes `text.jsonl` with one document per line, `tokenizer/`, and `about.json` for the cards.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from ..snapshots import whole_file
 from .corpus import train_tokenizer
 from .outputs import whole_folder
 
-TITLE = re.compile(r"^ = [^=].*[^=] = $", re.MULTILINE)  # of an article; those of sections have more signs
+TITLE = re.compile(r"^ = [^=].*[^=] = $", re.MULTILINE)  # of an article; section titles have more equals signs
 CHAPTER = re.compile(r"^#+ .*$", re.MULTILINE)
 SHORTEST = 2000  # characters of a chapter: title pages and tables of contents are shorter
 VOCABULARY = 4096
@@ -29,7 +29,7 @@ SEED = 0
 
 
 def read_articles(path: Path) -> Iterator[str]:
-    """The articles of WikiText-2, written as ordinary text."""
+    """The articles of WikiText-2, detokenised."""
     text = path.read_text(encoding="utf-8")
     starts = [found.start() for found in TITLE.finditer(text)]
     for start, end in zip(starts, [*starts[1:], len(text)]):
@@ -45,13 +45,13 @@ def read_chapters(folder: Path) -> Iterator[str]:
 
 
 def as_long_as(length: int, documents: Iterable[str]) -> list[str]:
-    """The first of the documents, until they have so many characters."""
+    """The first documents, up to `length` characters."""
     documents = list(documents)
     return [text for text, so_far in zip(documents, accumulate(map(len, documents))) if so_far <= length]
 
 
 def mix(articles: list[str], chapters: list[str], seed: int = SEED) -> list[str]:
-    """All articles, and chapters chosen at random that are as long together, in a random order."""
+    """All articles and random chapters of about the same total length, shuffled."""
     draw = random.Random(seed)
     chosen = as_long_as(sum(map(len, articles)), draw.sample(chapters, len(chapters)))
     documents = [*articles, *chosen]
@@ -60,7 +60,7 @@ def mix(articles: list[str], chapters: list[str], seed: int = SEED) -> list[str]
 
 
 def describe(articles: int, chapters: int, novels: int, characters: int) -> dict:
-    """What the models' cards say of their text."""
+    """What the models' cards say about their text."""
     return {
         "language": "en",
         "data": f"All {articles:,} articles of WikiText-2's training set, through lm-eval's detokeniser (rare words "
