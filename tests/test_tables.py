@@ -7,6 +7,8 @@ import json
 import math
 import os
 import subprocess
+import sys
+from pathlib import Path
 from typing import get_args, get_origin
 
 import pytest
@@ -282,6 +284,17 @@ def test_the_commit_is_this_packages_or_none(tmp_path, monkeypatch):
     assert own_commit() == git("rev-parse", "--short", "HEAD") + "-dirty"
     monkeypatch.setenv("PATH", "")
     assert own_commit() is None
+
+
+def test_the_command_of_a_record_can_be_typed_again(monkeypatch):
+    script = Path(__file__).parents[1] / "scripts" / "bench" / "speed.py"
+    for argv, command in (
+        ([str(script), "--record", "a b"], "python scripts/bench/speed.py --record 'a b'"),
+        (["/somewhere/bin/titans", "eval", "runs/a"], "titans eval runs/a"),
+    ):
+        monkeypatch.setattr(sys, "argv", argv)
+        assert provenance()["command"] == command
+    assert provenance("cpu")["machine"] == provenance()["machine"] + ", cpu"
 
 
 def test_a_record_that_is_no_json_is_refused(tmp_path):
