@@ -29,6 +29,7 @@ class Outer(ClosedSchema):
         ({"inner": 3}, "`inner` must be a section with fields of its own; got 3"),
         ({"either": []}, "`either` must be a valid string; got []"),
         ({"many": [{"size": 2}, {}]}, "`many[1].size` is missing"),
+        ({"many": [{"size": 2, "sise": 3}]}, "there is no field `many[0].sise`; the nearest is `many[0].size`"),
         ({"table": {"a": {}}}, "`table.a.size` is missing"),
     ],
 )

@@ -42,7 +42,7 @@ def no_such_field(name: object, known: Iterable[str], section: str = "") -> str:
 def _explain(schema: type[Schema], values: object, problem: dict) -> str:
     loc, kind, field = problem["loc"], problem["type"], _name(values, problem["loc"])
     if kind == "extra_forbidden":
-        return no_such_field(loc[-1], _section(schema, loc[:-1]).model_fields, ".".join(map(str, loc[:-1])))
+        return no_such_field(loc[-1], _section(schema, loc[:-1]).model_fields, _name(values, loc[:-1]))
     if kind == "missing":
         return f"`{field}` is missing"
     if kind in ("model_type", "dict_type"):
@@ -53,8 +53,9 @@ def _explain(schema: type[Schema], values: object, problem: dict) -> str:
 def _section(schema: type[Schema], loc: tuple) -> type[Schema]:
     """The schema of the section at that location."""
     for part in loc:
-        kind = schema.model_fields[part].annotation
-        schema = next(each for each in get_args(kind) or (kind,) if hasattr(each, "model_fields"))
+        if part in schema.model_fields:  # else an index or a key
+            kind = schema.model_fields[part].annotation
+            schema = next(each for each in get_args(kind) or (kind,) if hasattr(each, "model_fields"))
     return schema
 
 
