@@ -2,7 +2,6 @@
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from titans_hf.evals.evaluation import evaluate
 from titans_hf.evals.model import TitansLM
 from titans_hf.evals.records import read_record
 from titans_hf.evals.tables import measured
+from titans_hf.studies import by_place
 
 pytestmark = pytest.mark.usefixtures("libraries_as_before")
 SEGMENT = 8
@@ -154,10 +154,7 @@ def test_what_has_no_memory_cannot_have_it_switched_off(baseline, tmp_path):
         evaluate(tiny_model("lmm"), chat_tokenizer(), tasks=["boolq"], data_dir=tmp_path, memory="of")
 
 
-def test_losses_by_place_are_the_models_own(tmp_path, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts" / "studies"))
-    import by_place
-
+def test_losses_by_place_are_the_models_own(tmp_path, capsys):
     save_chat_model(tmp_path / "tiny", "lmm", memory_chunk_size=4)
     (tmp_path / "wikitext2").mkdir()
     articles = " = One = \n \n " + "Some words , and more . " * 30 + "\n = Two = \n \n Short . \n"

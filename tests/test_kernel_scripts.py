@@ -27,15 +27,15 @@ def test_the_presets_kernels_compile_without_spills_as_the_list_says():
 
 def test_the_list_is_checked_against_the_sources(tmp_path):
     """With another digest the check fails."""
-    code = "import kernel_resources as r; r.digest = lambda: 'other'; print(r.differences([]))"
+    code = "from titans_hf.bench import kernel_resources as r; r.digest = lambda: 'other'; print(r.differences([]))"
     command = [sys.executable, "-c", code]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT / "scripts" / "bench")}
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert "was made from other sources" in done.stdout, done.stderr
 
 
 CODE_OF = """
-from kernel_resources import code_of
+from titans_hf.bench.kernel_resources import code_of
 source = "'First.'\\nx = 1  # why\\n\\ndef f():\\n    'F.'\\n    return '# not a comment'\\n"
 print(code_of(source))
 """
@@ -43,7 +43,7 @@ print(code_of(source))
 
 def test_words_do_not_count_as_sources_and_code_does():
     """So that a docstring can be improved without compiling everything again."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT / "scripts" / "bench")}
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", CODE_OF], capture_output=True, text=True, env=environment)
     assert done.stdout == "x = 1\ndef f():\n    return '# not a comment'\n", done.stderr
 
@@ -55,11 +55,12 @@ def test_the_roofline_in_the_readme_is_the_scripts():
 def test_the_kernel_benchmark_times_nothing_that_is_not_equal():
     """A NaN in one gradient is enough."""
     code = (
-        "import torch, kernel_speed as b; x = torch.ones(2); n = torch.tensor([1.0, float('nan')]);"
+        "import torch; from titans_hf.bench import kernel_speed as b;"
+        "x = torch.ones(2); n = torch.tensor([1.0, float('nan')]);"
         "print(b.distance([x, x], [x, n]) <= 1e9); b.ragged_disagreement = lambda *_: float('nan');"
         "b.verify(b.Sizes(1, 1, 16, 1, 1, 16), 'cpu', 1.0)"
     )
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "scripts" / "bench")}
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout.strip() == "False"
     assert done.returncode == 1

@@ -1,11 +1,10 @@
 """The memory is learned and used: recall beyond the window, against the same model that never writes."""
 
-import sys
-from pathlib import Path
+import pytest
+import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts" / "studies"))
-
-import recall
+from titans_hf.studies import recall
+from titans_hf.train.small_model import PEAK_LR, make_schedule
 
 
 def test_a_small_mag_recalls_what_its_window_cannot_see():
@@ -16,3 +15,15 @@ def test_a_small_mag_recalls_what_its_window_cannot_see():
     assert with_memory["accuracy_by_gap"]["14"] > 0.95
     assert without["accuracy_by_gap"]["14"] < 0.3
     assert with_memory["accuracy_by_gap"]["56"] > 0.9, "what was learned at one distance holds at four times it"
+
+
+def test_the_learning_rate_rises_from_a_tenth_to_its_peak_and_falls_back():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK_LR)
+    schedule, rates = make_schedule(optimizer, steps=200), []
+    for _ in range(201):
+        rates.append(optimizer.param_groups[0]["lr"] / PEAK_LR)
+        optimizer.step()
+        schedule.step()
+    assert rates.index(max(rates)) == 10
+    expected = {0: 0.1, 5: 0.55, 10: 1.0, 105: 0.55, 200: 0.1}
+    assert {step: rates[step] for step in expected} == pytest.approx(expected)

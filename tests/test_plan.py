@@ -94,7 +94,7 @@ def test_the_recipes_carry_the_papers_numbers():
     t, data = recipe.training, recipe.data
     assert (t.learning_rate, t.weight_decay, t.batch_tokens, data.sequence_length) == (4e-4, 0.1, 2**19, 4096)
     assert data.path == "HuggingFaceFW/fineweb-edu"
-    assert recipe.model_config().vocab_size == 32_000
+    assert recipe.configuration().vocab_size == 32_000
 
 
 def test_accumulation_makes_up_the_global_batch():

@@ -1,7 +1,6 @@
 """The small Table 1: its text, its recipes of equal size, and its baseline, which trains as the others do."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,10 @@ pytest.importorskip("yaml", reason="pyyaml is not installed (pip install titans-
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install titans-hf[eval])")
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts" / "train"))
-
-import small_table  # noqa: E402
-import small_text  # noqa: E402
-
-from titans_hf.train import plan  # noqa: E402
+from titans_hf.records.sizes import count_parameters, empty_model  # noqa: E402
 from titans_hf.train import pretrain as train  # noqa: E402
 from titans_hf.train import recipe as recipes  # noqa: E402
+from titans_hf.train import small_table, small_text  # noqa: E402
 
 ARTICLES = (
     " \n = One {0} = \n \n Words @-@ and , more . \n = = Part = = \n Text <unk> \n"
@@ -104,8 +99,8 @@ def test_the_five_models_have_equal_parameters():
     sizes = []
     for model in small_table.MODELS.values():
         recipe = recipes.load_recipe(ROOT / f"scripts/recipes/{model.recipe}.yaml", list(model.settings))
-        sizes.append(plan.count_parameters(plan.empty_model(recipe.model_config())).parameters)
-        assert recipe.data.sequence_length <= getattr(recipe.model_config(), "max_position_embeddings", 10**9)
+        sizes.append(count_parameters(empty_model(recipe.configuration())).parameters)
+        assert recipe.data.sequence_length <= getattr(recipe.configuration(), "max_position_embeddings", 10**9)
     assert len(sizes) == 5
     assert max(sizes) < 1.005 * min(sizes)
 
@@ -135,7 +130,7 @@ def test_a_baseline_trains_by_the_same_script(text, tmp_path):
 @pytest.mark.parametrize(
     "setting, message",
     [
-        ("model.family=mamba", "`model.family` must be one of titans, llama; got 'mamba'"),
+        ("model.family=mamba", "`model.family` must be 'titans' or 'llama'; got 'mamba'"),
         ("model.preset=titans-mac-170m", "`model.preset` must be left out: the family 'llama' has no presets"),
         ("model.config.variant=mac", "there is no field `model.config.variant`"),
     ],

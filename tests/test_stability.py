@@ -1,18 +1,13 @@
 """Finite for every input: repeated, alternating and random tokens through the cache; and what happens uncapped."""
 
 import pydoc_data.topics
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from support import VARIANTS, memory_inputs, tiny_model
 
 from titans_hf import MemoryState, TitansCache, memory_chunks, neural_memory
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts" / "studies"))
-
-from stability import build_model, hard_rows
+from titans_hf.studies.stability import build_model, hard_rows
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 

@@ -7,6 +7,9 @@ import json
 import math
 import os
 import subprocess
+import sys
+from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
 from typer.testing import CliRunner
@@ -14,10 +17,10 @@ from typer.testing import CliRunner
 from titans_hf.cli.app import app
 from titans_hf.evals import records as eval_records
 from titans_hf.evals.paper_tables import NUMBERS, paper_table
-from titans_hf.evals.records import FIELDS, check_record, read_record, write_record
+from titans_hf.evals.records import Record, Versions, check_record, read_record, write_record
 from titans_hf.evals.tables import highlighted, markdown, our_rows, to_csv
 from titans_hf.records import provenance as provenance_module
-from titans_hf.records.provenance import own_commit, provenance
+from titans_hf.records.provenance import PACKAGES, own_commit, provenance
 
 TABLE = paper_table(1)
 ROWS = [(group.split("M")[0], row) for group, rows in TABLE.groups.items() for row in rows]
@@ -204,20 +207,23 @@ def test_a_record_comes_back_as_it_was_written(tmp_path):
     record = make_record()
     write_record(tmp_path / "a.json", record)
     assert read_record(tmp_path / "a.json") == record
-    assert set(record) == set(FIELDS)
-    assert all(name in eval_records.__doc__ for name in FIELDS)  # the schema is written down
+    assert set(record) == set(Record.model_fields)
+    assert set(record["versions"]) == {"titans_hf", *PACKAGES} == set(Versions.model_fields)
+    assert all(name in eval_records.__doc__ for name in Record.model_fields)  # the schema is documented
 
 
-def fields_of(wanted, *path: str):
+def fields_of(schema, *path: str):
     """The path of every field that the schema names, `*` standing for any name."""
-    if isinstance(wanted, dict):
-        for name, inner in wanted.items():
-            yield from fields_of(inner, *path, name)
+    if get_origin(schema) is dict:
+        yield from fields_of(get_args(schema)[1], *path, "*")
+    elif hasattr(schema, "model_fields"):
+        for name, field in schema.model_fields.items():
+            yield from fields_of(field.annotation, *path, name)
     else:
         yield path
 
 
-@pytest.mark.parametrize("path", list(fields_of(FIELDS)), ids=".".join)
+@pytest.mark.parametrize("path", list(fields_of(Record)), ids=".".join)
 def test_a_field_that_is_missing_or_wrong_is_named(path):
     record = make_record()
     check_record(record)
@@ -250,7 +256,7 @@ def test_a_write_that_fails_leaves_the_old_record(tmp_path, monkeypatch):
         write_record(tmp_path / "a.json", make_record("runs/b"))
     broken = copy.deepcopy(make_record())
     del broken["seeds"]
-    with pytest.raises(ValueError, match="lacks seeds"):
+    with pytest.raises(ValueError, match="`seeds` is missing"):
         write_record(tmp_path / "a.json", broken)
     assert (tmp_path / "a.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
@@ -278,6 +284,17 @@ def test_the_commit_is_this_packages_or_none(tmp_path, monkeypatch):
     assert own_commit() == git("rev-parse", "--short", "HEAD") + "-dirty"
     monkeypatch.setenv("PATH", "")
     assert own_commit() is None
+
+
+def test_the_command_of_a_record_can_be_typed_again(monkeypatch):
+    script = Path(__file__).parents[1] / "scripts" / "bench" / "speed.py"
+    for argv, command in (
+        ([str(script), "--record", "a b"], "python scripts/bench/speed.py --record 'a b'"),
+        (["/somewhere/bin/titans", "eval", "runs/a"], "titans eval runs/a"),
+    ):
+        monkeypatch.setattr(sys, "argv", argv)
+        assert provenance()["command"] == command
+    assert provenance("cpu")["machine"] == provenance()["machine"] + ", cpu"
 
 
 def test_a_record_that_is_no_json_is_refused(tmp_path):

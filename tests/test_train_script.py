@@ -196,16 +196,16 @@ def test_what_cannot_be_resumed_is_refused(finished, tmp_path, monkeypatch):
         ("training.learning_rat=3", "no field `training.learning_rat`; the nearest is `training.learning_rate`"),
         ("model.config.hiden_size=3", "the nearest is `model.config.hidden_size`"),
         ("tokenizer.train.vocab=3", "the nearest is `tokenizer.train.vocab_size`"),
-        ("training.learning_rate=fast", "`training.learning_rate` must be a number"),
-        ("training.tokens=many", "`training.tokens` must be a whole number"),
-        ("training.tokens=0", "`training.tokens` must be between 1"),
-        ("training.keep_checkpoints=1", "`training.keep_checkpoints` must be between 2"),
+        ("training.learning_rate=fast", "`training.learning_rate` must be a valid number"),
+        ("training.tokens=many", "`training.tokens` must be a valid integer"),
+        ("training.tokens=0", "`training.tokens` must be greater than or equal to 1; got 0"),
+        ("training.keep_checkpoints=1", "`training.keep_checkpoints` must be greater than or equal to 2"),
         ("training.batch_tokens=1000", "`training.batch_tokens` (1,000) is not a multiple"),
-        ("training.report_to=[everything]", "`training.report_to` must be a list of tensorboard, trackio"),
+        ("training.report_to=[everything]", "`training.report_to[0]` must be 'tensorboard' or 'trackio'"),
         ("training=3", "`training` must be a section"),
         ("model.preset=titans-mag-1b", "unknown preset"),
         ("model.config.memory_depth=0", "`memory_depth` must be at least 1"),
-        ("data.source=s3", "`data.source` must be one of hub, jsonl, text, python"),
+        ("data.source=s3", "`data.source` must be 'hub', 'jsonl', 'text' or 'python'; got 's3'"),
         ("data.source=text", "`data.path` must be given"),
         ("tokenizer.name=x", "exactly one of `tokenizer.name` and `tokenizer.train`"),
         ("tokenizer.train.vocab_size=4000", "`tokenizer.train.vocab_size` must be between 300"),
@@ -250,8 +250,8 @@ def test_a_recipe_starts_from_its_base_and_the_command_line_has_the_last_word(tm
     base = recipes.load_recipe(DEBUG)
     assert (recipe.training.learning_rate, recipe.training.warmup) == (1e-3, 0.3)
     assert recipe.training.batch_tokens == base.training.batch_tokens
-    assert recipe.model_config().memory_depth == 3
-    assert recipe.model_config().hidden_size == base.model_config().hidden_size
+    assert recipe.configuration().memory_depth == 3
+    assert recipe.configuration().hidden_size == base.configuration().hidden_size
 
 
 def test_only_matrices_decay():
@@ -321,7 +321,7 @@ def test_two_processes_train_on_the_rows_of_both(tmp_path):
     assert len({tuple(row.tolist()) for row in ids}) == 8
     train.set_seed(recipe.seed)
     tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    loss = train.TitansForCausalLM(recipe.model_config(**tokens))(input_ids=ids, labels=ids).loss.item()
+    loss = train.TitansForCausalLM(recipe.configuration(**tokens))(input_ids=ids, labels=ids).loss.item()
     assert history(out, 4)[0]["loss"] == pytest.approx(loss, rel=1e-5)
     places = [(out / f"checkpoints/checkpoint-4/place-{rank}.json").read_text() for rank in range(2)]
     assert places[0] != places[1]

@@ -142,11 +142,9 @@ class TitansConfig(PreTrainedConfig):
     @classmethod
     def preset(cls, name: str, **overrides) -> "TitansConfig":
         """The configuration named `titans-{mac,mag,mal,lmm}-{170m,340m,400m,760m}`, with any field overridden."""
-        prefix, _, rest = name.partition("-")
-        variant, _, size = rest.partition("-")
-        if prefix != "titans" or variant not in VARIANTS or size not in PRESET_SIZES:
-            known = ", ".join(f"titans-{variant}-{size}" for variant in VARIANTS for size in PRESET_SIZES)
-            raise ValueError(f"unknown preset {name!r}; the presets are {known}")
+        if name not in PRESETS:
+            raise ValueError(f"unknown preset {name!r}; the presets are {', '.join(PRESETS)}")
+        _, variant, size = name.split("-")
         layers, intermediate_size = PRESET_STACKS[size]["lmm" if variant == "lmm" else "attention"]
         stack = {"num_hidden_layers": layers, "intermediate_size": intermediate_size}
         return cls(**{"variant": variant, **PRESET_SIZES[size], **stack, **overrides})
@@ -282,3 +280,4 @@ PRESET_STACKS = {
     "400m": {"attention": (20, 2816), "lmm": (24, 3136)},
     "760m": {"attention": (18, 3840), "lmm": (24, 3776)},
 }
+PRESETS = tuple(f"titans-{variant}-{size}" for variant in VARIANTS for size in PRESET_SIZES)

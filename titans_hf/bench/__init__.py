@@ -1,1 +1,1 @@
-"""What the speed benchmarks share: the peers, the targets, the plots. `scripts/bench/` holds the mains."""
+"""Benchmarks: speed beside peers, long streams, the kernels. `scripts/bench/` holds the mains."""

@@ -1,4 +1,4 @@
-"""What `bench_speed.py` times: the memory layer and the language models, ours and their peers, behind one interface.
+"""What `speed` times: the memory layer and the language models, ours and their peers, behind one interface.
 
 Layers: ours, titans-pytorch's with `batch_size == chunk_size`, which updates at each chunk as here, and large matrix
 products with as many FLOPs. Models, all in float32, of equal width and depth and with heads of 64: our four variants,
@@ -29,10 +29,10 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from .. import NeuralMemory, TitansCache, TitansConfig, TitansForCausalLM
+from ..configuration_titans import VARIANTS
 
 CHUNK, HEAD = 64, 64
-PIECE = 8192  # tokens per forward where a long context is read
-VARIANTS = ("mac", "mag", "mal", "lmm")
+PIECE = 8192  # tokens per forward when a long context is read
 
 HAS_TITANS_PYTORCH = importlib.util.find_spec("titans_pytorch") is not None
 if not HAS_TITANS_PYTORCH:
@@ -120,18 +120,18 @@ class Shape:
         return torch.randint(0, self.vocabulary, (batch, tokens))
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes that full attention keeps of so many tokens: Llama's keys and values."""
+        """Bytes that full attention keeps for `tokens` tokens: Llama's keys and values."""
         return 2 * 4 * self.layers * self.heads * HEAD * tokens
 
 
 class Peer:
-    """A language model as the benchmark sees it.
+    """A language model behind the benchmark's interface.
 
     Attributes:
         network: the model.
         longest: the longest context that decoding is timed after.
         filled: how a context gets into the cache: "read", or "drawn" where reading would take hours.
-        period: decoding steps that are timed together: all that a step does only now and then comes round in them.
+        period: decoding steps that are timed together, so that they include all occasional work.
     """
 
     longest, filled, period = 16_384, "drawn", CHUNK // 2
@@ -155,7 +155,7 @@ class Peer:
         raise NotImplementedError
 
     def begin(self, context: int, batch: int) -> Any:
-        """The state after so many tokens, from which `decode` goes on."""
+        """The state after `context` tokens, from which `decode` continues."""
         raise NotImplementedError
 
     def fork(self, state: Any) -> Any:
@@ -200,7 +200,7 @@ class Mamba2(HubModel):
     """Its state has a constant size: one chunk read stands for every context, timed at the two ends."""
 
     filled = "constant"
-    cache_name = "cache_params"  # it takes `past_key_values` without complaint, and does not look at it
+    cache_name = "cache_params"  # it accepts `past_key_values` and ignores it
 
     def contexts(self, asked: list[int]) -> list[int]:
         return sorted({min(asked), max(asked)})
@@ -244,7 +244,7 @@ class Titans(HubModel):
 
 
 class TitansPytorch(Peer):
-    """titans-pytorch's MAC, which computes the logits of every token and decodes as its `sample` does, but the draw."""
+    """titans-pytorch's MAC. It computes every token's logits, and decodes as its `sample` does, without sampling."""
 
     longest, filled, period = 4_096, "read", CHUNK
 
@@ -358,7 +358,7 @@ def of_equal_width(shape: Shape) -> dict[str, Peer]:
 def of_equal_parameters(shape: Shape) -> dict[str, Peer]:
     """Models of equal width, depth and, within 5 %, parameters.
 
-    Mamba2 has no feed-forward layer and grows by whole expansions: it is brought near our MAC, then all others to it.
+    Mamba2 has no feed-forward layer and grows by whole expansions: it is fitted to our MAC, and all others to it.
     """
     wanted = titans(shape, shape.feed_forward, "mac").parameters
     fitted = {"Mamba2": fit(partial(mamba2, shape), wanted, step=1)}
@@ -371,6 +371,6 @@ def of_equal_parameters(shape: Shape) -> dict[str, Peer]:
 
 
 def fit(make: Callable[[int], Peer], parameters: int, step: int) -> Peer:
-    """The model nearest to so many parameters, which are linear in the size that `make` takes, a multiple of `step`."""
+    """The model nearest to `parameters`, which are linear in the size that `make` takes, a multiple of `step`."""
     first, second = make(step).parameters, make(2 * step).parameters
     return make(step * max(1, 1 + round((parameters - first) / (second - first))))

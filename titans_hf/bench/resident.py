@@ -1,4 +1,4 @@
-"""The memory of the present process by Linux's count."""
+"""Resident memory of this process, from Linux's /proc. (psutil reads the present value, not a peak that restarts.)"""
 
 import ctypes
 import re
@@ -12,12 +12,12 @@ def resident(which: str = "VmRSS") -> float:
 
 
 def restart_peak() -> None:
-    """Let the peak start again from here."""
+    """Reset the peak to the present value."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def hand_back() -> None:
-    """Give memory that was freed back to the system: glibc keeps some, at its whim."""
+    """Return freed memory to the system, some of which glibc would keep."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim:
         trim(0)

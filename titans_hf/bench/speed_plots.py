@@ -1,8 +1,8 @@
-"""The pictures of `bench_speed.py`: the memory layer, models reading, models decoding."""
+"""The plots of `speed`: the memory layer, models reading, models decoding."""
 
 from pathlib import Path
 
-from ..records.record import plots
+from ..records.files import plots
 
 COLOURS = {
     "titans-hf mac": "tab:blue",
@@ -17,7 +17,7 @@ COLOURS = {
 
 
 def draw(rows: list[dict], record: Path) -> None:
-    """A picture of each kind that there are rows for: `<record>.png`, `<record>-models.png`, `<record>-decode.png`."""
+    """One plot for each kind of rows: `<record>.png`, `<record>-models.png`, `<record>-decode.png`."""
     by_section = {section: [row for row in rows if row["section"] == section] for section in ("layer", "decode")}
     reading = [row for row in rows if row["section"] in ("training", "prefill")]
     if by_section["layer"]:

@@ -1,10 +1,10 @@
-"""What the rows of `bench_speed.py` are held against: one line per target, with the worst case that was measured."""
+"""The targets of `speed`: one line each, with the worst case that was measured."""
 
 from collections import defaultdict
 
 
 def targets(rows: list[dict]) -> list[dict]:
-    """All targets that the rows speak about. Rates and times are ratios of the same run."""
+    """The targets that the rows have figures for. Rates and times are ratios of the same run."""
     decode = [row for row in rows if row["section"] == "decode" and row["batch"] == 1]
     training = [row for row in rows if row["section"] == "training"]
     forward, both = "forward", "forward and backward"

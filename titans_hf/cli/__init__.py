@@ -1,1 +1,1 @@
-"""The `titans` command: one module a command, and what they share."""
+"""The `titans` command: one module per command, and what they share."""

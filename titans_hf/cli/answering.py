@@ -1,4 +1,4 @@
-"""Let a model go on from a cache: as a continuation of what it read, or as turns of its chat template."""
+"""Generate from a cache: a continuation of what was read, or turns of the model's chat template."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 from ..cache_titans import TitansCache
 from .reading import as_row
 
-ASKED, SAID = "a", "b"  # stand for earlier turns, which the memory has read and nobody keeps
+ASKED, SAID = "a", "b"  # placeholders for earlier turns, which are in the memory and nowhere else
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ def read(model, cache: TitansCache, ids: list[int]) -> None:
 def answer(
     model, cache: TitansCache, ids: list[int], style: Style, streamer=None, read_only: bool = False
 ) -> tuple[list[int], list[int]]:
-    """Read tokens and write on.
+    """Read tokens and generate.
 
     Returns the tokens written, without an end-of-text, and those of them that the cache has not read yet: `generate`
-    has no need to read its last one.
+    does not read its last one.
     """
     start = cache.get_seq_length() + len(ids)
     seen = torch.ones(1, start, dtype=torch.bool, device=model.device)  # says that the cache holds more than `ids`

@@ -1,7 +1,7 @@
 """The `titans` command: what a Titans model is, what it remembers, and talking to it.
 
-Commands live in modules of their own and are named here. They load torch when they run, so that `--help` need not, and
-raise where something is wrong: this module makes one line and an exit code of it.
+Each command is a module of its own, named here. Commands raise where something is wrong; this module turns that into
+one line and an exit code.
 """
 
 import sys

@@ -33,13 +33,14 @@ def card(
     titans card titans-mac-340m --out titans-mac-340m.md
     titans card runs/small/mag/model --records mag-table1.json --out mag.md
     """
-    from ..evals.tables import write_text
-    from ..hub.cards import preset_card, preset_names, read_model, trained_card
+    from ..configuration_titans import PRESETS
+    from ..hub.cards import preset_card, read_model, trained_card
+    from ..records.files import write_text
 
     quiet()
     if out is not None:
         check_output(out, memory=False)
-    if not Path(name).exists() and name in preset_names():
+    if not Path(name).exists() and name in PRESETS:
         if records or training or title:
             raise CommandError(f"{name} is a preset, which nobody trained: leave out --records, --training and --name")
         made = preset_card(name)
@@ -53,14 +54,14 @@ def card(
 
 
 def model_folder(name: str) -> Path:
-    """The folder of that name; what is neither a folder nor a preset is refused, with the nearest preset."""
+    """The folder of that name; for a name that is neither folder nor preset the error names the nearest preset."""
     if Path(name).is_file():
         raise CommandError(f"{name} is a file; pass the folder of a model")
     if not Path(name).is_dir():
         from difflib import get_close_matches
 
-        from ..hub.cards import preset_names
+        from ..configuration_titans import PRESETS
 
-        near = get_close_matches(name, preset_names(), n=1, cutoff=0.5)
+        near = get_close_matches(name, PRESETS, n=1, cutoff=0.5)
         raise CommandError(f"no folder {name}" + (f"; the preset nearest to it is {near[0]}" if near else ""))
     return Path(name)

@@ -1,4 +1,4 @@
-"""`titans chat`: a conversation that goes on where the last one ended."""
+"""`titans chat`: a conversation that continues where the last one ended."""
 
 import sys
 from contextlib import suppress
@@ -41,7 +41,7 @@ class Conversation:
     changed: bool = field(default=False, init=False)
 
     def say(self, text: str) -> None:
-        """One turn. It is read into a copy of the memory: what is interrupted was never said."""
+        """One turn, read into a copy of the memory: an interrupted turn leaves no trace."""
         from transformers import TextStreamer
 
         from .answering import answer, read
@@ -76,7 +76,7 @@ class Conversation:
             say("not saved: start with --memory FILE to keep a conversation")
 
     def obey(self, line: str) -> bool:
-        """Do what a line that starts with a slash says; returns whether to go on."""
+        """Run a command that starts with a slash; returns whether to continue."""
         name, _, rest = line.strip().partition(" ")
         if name in ("/exit", "/quit"):
             return False
@@ -127,11 +127,11 @@ def chat(
     dtype: DtypeOption = Dtype.auto,
     device: DeviceOption = "auto",
 ) -> None:
-    """Talk to a model, and go on another day.
+    """Talk to a model, and continue another day.
 
     Needs a tokenizer with a chat template. Every turn costs the same, however long the conversation is: the memory has
     read what was said, and only the new turn is read. Ctrl-D, Ctrl-C or /exit ends it and saves the memory; a turn that
-    Ctrl-C interrupts counts as never said. /help shows more. Turns may come from a pipe, one a line.
+    Ctrl-C interrupts is discarded. /help shows more. Turns may come from a pipe, one per line.
 
     \b
     titans chat --model runs/demo --memory talk.safetensors
@@ -162,7 +162,7 @@ def chat(
     try:
         talk.run()
     except KeyboardInterrupt:
-        typer.echo("")  # the answer's line, or the prompt's, stands unfinished
+        typer.echo("")  # end the line of the answer or the prompt
         raise
     finally:
         talk.finish()

@@ -60,7 +60,8 @@ def evaluate(
     memory: Annotated[
         Memory,
         typer.Option(
-            "--memory", help="Controls: off never writes into it, reset puts it back at each segment of the model."
+            "--memory",
+            help="Controls: off never writes into it, reset restores its start at each segment of the model.",
         ),
     ] = Memory.on,
     tasks: Annotated[
@@ -135,7 +136,7 @@ def default_output(model: str, suite: Suite, memory: Memory) -> Path:
 
 
 def check_record_output(out: Path, asked: dict | None) -> None:
-    """A record may take the place of a record, not of another file; unasked only of one of the same measurement."""
+    """Refuse to overwrite a file that is not a record, or without --out the record of another measurement."""
     from ..evals.records import read_record
 
     check_output(out, memory=False)
@@ -154,7 +155,7 @@ def check_record_output(out: Path, asked: dict | None) -> None:
 
 
 def show(record: dict) -> None:
-    """The figures of a record, a line each; those of several lengths, a line a task."""
+    """The figures of a record, one per line; with several lengths, one task per line."""
     if "lengths" in record["settings"]:
         return show_lengths(record)
     from ..evals.evaluation import SUITES
@@ -213,7 +214,8 @@ def table(
     """
     from ..evals.paper_tables import paper_table
     from ..evals.records import read_record
-    from ..evals.tables import markdown, our_rows, to_csv, write_text
+    from ..evals.tables import markdown, our_rows, to_csv
+    from ..records.files import write_text
 
     if kind is None and out is not None and out.suffix.lower() not in SUFFIXES:
         raise typer.BadParameter(f"{out} ends in none of {', '.join(SUFFIXES)}: say --format", param_hint="--out")

@@ -1,4 +1,4 @@
-"""`titans info`: what a model is and what it takes, from its configuration alone."""
+"""`titans info`: what a model is and needs, from its configuration alone."""
 
 import json
 from difflib import get_close_matches
@@ -23,9 +23,9 @@ def info(
 ) -> None:
     """Describe a preset or the folder of a model.
 
-    Tells its parameters, the bytes of its memory and of its cache, and which kernels would run. No weights are made or
-    loaded. The cache, which never grows, is set against the keys and values that full attention
-    of the same layers, heads and precision would keep.
+    Tells its parameters, the bytes of its memory and of its cache, and which kernels would run. No weights are created
+    or loaded. The cache, which never grows, is compared with the keys and values that full attention of the same
+    layers, heads and precision would keep.
 
     \b
     titans info titans-mac-340m
@@ -39,22 +39,21 @@ def info(
 
 def find_config(name: str) -> "TitansConfig":
     """A folder of that name, else a preset."""
-    from ..configuration_titans import PRESET_SIZES, VARIANTS, TitansConfig
+    from ..configuration_titans import PRESETS, TitansConfig
 
-    presets = [f"titans-{variant}-{width}" for variant in VARIANTS for width in PRESET_SIZES]
-    if not Path(name).exists() and name in presets:
+    if not Path(name).exists() and name in PRESETS:
         return TitansConfig.preset(name)
     try:
         return load_config(name)
     except CommandError as error:
-        near = get_close_matches(name, presets, n=1, cutoff=0.5)
+        near = get_close_matches(name, PRESETS, n=1, cutoff=0.5)
         if Path(name).exists() or not near:
             raise
         raise CommandError(f"{error}; the preset nearest to it is {near[0]}") from error
 
 
 def in_words(facts: dict) -> list[str]:
-    """The same for people."""
+    """The figures as text."""
     count, memory, kernels = facts["parameters"], facts["memory_state_bytes"], facts["kernels"]
     rows = {
         "model": f"{facts['name']}: Titans {facts['variant']}, {facts['layers']} layers, width {facts['hidden_size']}, "

@@ -1,4 +1,4 @@
-"""`titans remember` reads text into a memory and keeps it as a file; `titans ask` goes on from it."""
+"""`titans remember` reads text into a memory and keeps it as a file; `titans ask` continues from it."""
 
 import sys
 import time
@@ -105,9 +105,9 @@ def ask(
     """Ask about what was read earlier.
 
     The answer is the one that the reading process would have given. The question continues the text, without a token
-    in between, and the model writes on: the way of a model that was trained on plain text. With --chat it becomes a
+    in between, and the model continues it, as suits a model that was trained on plain text. With --chat it becomes a
     turn of the model's chat template. The memory's file stays as it is; --save keeps the memory with question and
-    answer. The answer goes to the standard output, all else to the standard error.
+    answer. The answer goes to the standard output, everything else to the standard error.
 
     \b
     titans ask --memory book.safetensors "A class is"

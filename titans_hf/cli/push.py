@@ -1,4 +1,4 @@
-"""`titans push`: a trained model to the Hub, with its code and its card, after it has been loaded as others will."""
+"""`titans push`: a trained model to the Hub, with its code and its card, after a test load without titans_hf."""
 
 import tempfile
 from pathlib import Path
@@ -25,21 +25,21 @@ def push(
     eval_results: Annotated[
         bool, typer.Option("--eval-results", help="Records also as .eval_results/, for the Hub's leaderboards.")
     ] = False,
-    private: Annotated[bool, typer.Option("--private", help="If the repository is new, for yourself alone.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     branch: Annotated[str | None, typer.Option("--branch", help="Left out, the main one.")] = None,
     message: Annotated[str | None, typer.Option("--message", "-m", help="Of the commit.")] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace all files of a repository that holds something else.")
     ] = False,
     refresh_code: Annotated[
-        bool, typer.Option("--refresh-code", help="Put up this titans-hf's code in place of the folder's.")
+        bool, typer.Option("--refresh-code", help="Upload this titans-hf's code in place of the folder's.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list everything; send nothing.")] = False,
 ) -> None:
     """Put a model on the Hub: safetensors, configuration, tokenizer, code and card, in one commit.
 
-    Nothing else in the folder goes up. Before anything is sent, the model is loaded in a process without titans_hf, by
-    trust_remote_code, and must give the package's logits. A repository that is there is renewed if it is empty or holds
+    Nothing else in the folder is uploaded. Before anything is sent, the model is loaded in a process without titans_hf,
+    by trust_remote_code, and must give the package's logits. An existing repository is updated if it is empty or holds
     the same model (same configuration, other weights), its card too; anything else in it stays, unless --overwrite.
 
     \b
@@ -73,7 +73,7 @@ def push(
 
 
 def open_hub():
-    """The Hub of HF_ENDPOINT with the user's token; without one, say so before any work."""
+    """The API of the Hub with the user's token; without a token, an error before any work."""
     from huggingface_hub import HfApi, get_token
 
     from ..hub.push import LOG_IN
@@ -102,7 +102,7 @@ def write_card(
 
 
 def show(upload: "Upload") -> None:
-    """A line a file, what stays behind, and what was checked."""
+    """One line per file, what is left out, and the checks."""
     from ..hub.push import way
 
     width = max(map(len, upload.files)) + 2

@@ -24,10 +24,10 @@ HEAD_ROWS = 512  # tokens whose logits are in memory at a time
 
 
 def characters(file: BinaryIO, name: str, report: Callable[[int], None] = lambda count: None) -> Iterator[str]:
-    """A UTF-8 file's text as it comes, newlines as Python reads them; `report` hears of every block's bytes."""
+    """A UTF-8 file's text as it comes, newlines as Python reads them; `report` is called with each block's size."""
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
     read, block = 0, b""
-    take = getattr(file, "read1", file.read)  # a pipe gives what it has
+    take = getattr(file, "read1", file.read)  # a pipe returns what is available
     try:
         while block := take(BLOCK):
             yield decoder.decode(block)
@@ -40,7 +40,7 @@ def characters(file: BinaryIO, name: str, report: Callable[[int], None] = lambda
 
 
 class Token(NamedTuple):
-    """A token and the characters of the text it stands for."""
+    """A token and its characters in the text."""
 
     id: int
     start: int
@@ -121,7 +121,7 @@ def opening_tokens(tokenizer) -> list[int]:
 
 
 def pieces(lists: Iterable[list[int]], size: int) -> Iterator[list[int]]:
-    """The same tokens in pieces of one size, the last one shorter if need be."""
+    """The same tokens in pieces of one size, the last one may be shorter."""
     held: list[int] = []
     for some in lists:
         held += some
@@ -141,14 +141,14 @@ def as_row(model, ids: list[int]) -> Tensor:
 
 @dataclass
 class Reader:
-    """Reads pieces of one text into a cache, and notes how well the model foresaw them."""
+    """Reads pieces of one text into a cache, and sums how well the model predicted them."""
 
     model: nn.Module
     cache: TitansCache
     tokens: int = 0
     loss: float = 0.0
     foreseen: int = 0
-    last: Tensor | None = None  # [1, hidden] what the model made of the last token
+    last: Tensor | None = None  # [1, hidden] of the last token
 
     @torch.no_grad()
     def read(self, ids: list[int]) -> None:

@@ -17,7 +17,10 @@ from .support import DeviceOption, DtypeOption, ModelOption, check_inputs, check
 def studio(
     model: ModelOption = None,
     memory: Annotated[
-        Path | None, typer.Option("--memory", metavar="FILE", help="What everybody begins with; it stays as it is.")
+        Path | None,
+        typer.Option(
+            "--memory", metavar="FILE", help="The memory that every tab starts with; the file is not changed."
+        ),
     ] = None,
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Of the page; 0 takes a free one.")] = 7860,
     host: Annotated[

@@ -1,7 +1,7 @@
 """A page to look into a memory: paste text, see the surprise, keep the memory, ask. `titans studio` opens it.
 
 `Studio` is what the buttons do, without a browser; `build` puts it on a page. Every tab has a `TitansCache` of its own.
-No step changes the cache it is given, it answers with another: what fails or is broken off never happened.
+No step changes the cache it is given; it returns another. A step that fails leaves no trace.
 """
 
 import html
@@ -25,13 +25,13 @@ from .answering import Style, answer, read
 from .reading import as_row, opening_tokens
 
 LONGEST = {"text": 200_000, "question": 10_000}  # characters; `titans remember` reads any number
-PIECE = 500  # tokens between two signs of progress
+PIECE = 500  # tokens between two progress updates
 MOST_TOKENS = 512  # of an answer
 SLACK = 1 << 24  # bytes of an uploaded file besides its tensors: the fingerprint of a model's weights
 SESSIONS = 32  # tabs whose memory is kept
 ON_THE_PAGE = {"api_visibility": "private"}
 IN_TURN = {**ON_THE_PAGE, "concurrency_id": "memory", "concurrency_limit": 1}  # each step finds the last one's memory
-PROBLEMS = (ValueError, OSError, RuntimeError)  # what bad input, full disks and full memories come as
+PROBLEMS = (ValueError, OSError, RuntimeError)  # bad input, full disks, out of memory
 
 HINT = "<p>Paste a text and read it: every token is coloured by the memory's surprise at it.</p>"
 REMEMBER = "Remember the conversation: go on from it"
@@ -50,11 +50,11 @@ CSS = """
 
 
 class Abandoned(Exception):
-    """Nobody waits for the answer any more."""
+    """The page was closed while an answer was generated."""
 
 
 class Words(TextIteratorStreamer):
-    """An answer as it is written, which ends at the next token when nobody waits for it any more."""
+    """Streams an answer, and stops it at the next token when the page is closed."""
 
     def __init__(self, tokenizer, leaving: threading.Event):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -67,18 +67,18 @@ class Words(TextIteratorStreamer):
 
 
 class Studio:
-    """What the page does, for any number of people and one model.
+    """What the page does, for any number of tabs and one model.
 
     Args:
-        start: the memory that everybody begins with; without one, an empty one.
-        note: what a saved memory's file says of its making.
+        start: the memory that every tab starts with; an empty one by default.
+        note: the metadata of a saved memory's file.
     """
 
     def __init__(self, model, tokenizer, start: TitansCache | None = None, note: dict[str, str] | None = None):
         self.model, self.tokenizer, self.note = model, tokenizer, note
         self.start = TitansCache(model.config) if start is None else start
-        self.busy = threading.Lock()  # watching a model's surprise would also see what another thread reads
-        self.leaving = threading.Event()  # set, it ends what is under way
+        self.busy = threading.Lock()  # tracing surprise would also record what another thread reads
+        self.leaving = threading.Event()  # set to end work in progress
         probe = TitansCache(model.config)
         read(model, probe, [0])
         self.nbytes = probe.nbytes  # of every memory, whatever it read
@@ -92,7 +92,7 @@ class Studio:
                 f"The {what} has {len(text):,} characters, and this page takes {LONGEST[what]:,}. A longer text can be "
                 "read in parts, or with `titans remember`, whose memory this page loads."
             )
-        text = text.encode("utf-8", "replace").decode("utf-8")  # half a character may come from a browser
+        text = text.encode("utf-8", "replace").decode("utf-8")  # a browser may send lone surrogates
         opening = [] if memory.get_seq_length() else opening_tokens(self.tokenizer)
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
         if not ids:
@@ -121,9 +121,9 @@ class Studio:
     def ask(
         self, memory: TitansCache, question: str, style: Style, read_only: bool = False, remember: bool = False
     ) -> Iterator[tuple[str, TitansCache]]:
-        """Read a question and write on: the answer so far, and the memory to go on from.
+        """Read a question and generate: yields the answer so far, and the memory to continue from.
 
-        That is the one given, until the answer is whole and to be remembered.
+        This is the given memory until the answer is complete, if it is to be remembered.
         """
         if read_only and remember:
             raise ValueError("Read only keeps nothing: untick it, or untick remembering.")
@@ -156,7 +156,7 @@ class Studio:
         return path
 
     def load(self, path: str | os.PathLike) -> TitansCache:
-        """The memory of a file, which may come from anybody."""
+        """The memory of an uploaded file, which is untrusted."""
         try:
             with self.busy:
                 memory = TitansCache.load(path, self.model)
@@ -173,7 +173,7 @@ class Studio:
         return f"Memory: **{count:,}** {'token' if count == 1 else 'tokens'} read, kept in **{size(self.nbytes)}**"
 
     def about(self) -> str:
-        """The model in a line."""
+        """The model in one line."""
         config = self.model.config
         parts = (
             f"`{Path(self.model.name_or_path).name or 'a model'}`",
@@ -185,7 +185,7 @@ class Studio:
 
 
 def coloured(trace: SurpriseTrace, total: int) -> str:
-    """The text on coloured ground, as HTML; of a long one, its beginning."""
+    """The text with coloured background, as HTML; only the beginning of a long one."""
     rest = (
         f"<p>Shown are the first {len(trace):,} of {total:,} tokens. All were read.</p>" if total > len(trace) else ""
     )
@@ -194,7 +194,7 @@ def coloured(trace: SurpriseTrace, total: int) -> str:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Say on the page what is wrong and leave the page as it is. Messages quote files, and the page takes HTML."""
+    """Show an error on the page, which stays as it is. Messages are escaped: they may quote files."""
     try:
         yield
     except Abandoned:
@@ -208,8 +208,8 @@ def told() -> Iterator[None]:
 
 
 def build(model, tokenizer, cache: TitansCache | None = None, note: dict[str, str] | None = None) -> gr.Blocks:
-    """The page for a model, to `open_page`; everybody begins with a copy of `cache`."""
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # the page talks to nobody
+    """The page for a model, to `open_page`; every tab starts with a copy of `cache`."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # no telemetry
     studio = Studio(model, tokenizer, cache, note)
     with gr.Blocks(title="Titans studio", analytics_enabled=False, delete_cache=(600, 3600), fill_width=True) as page:
         gr.Markdown(f"# Titans studio\n{studio.about()}", elem_id="about")
@@ -250,7 +250,7 @@ def _memory_part(studio: Studio, memory: gr.State) -> None:
 
     def save_memory(memory: TitansCache):
         with told(), tempfile.TemporaryDirectory() as folder:
-            yield str(studio.save(memory, folder))  # gradio takes a copy before it comes back
+            yield str(studio.save(memory, folder))  # gradio copies the file before the generator resumes
             return
         yield None
 
@@ -293,7 +293,7 @@ def _asking_part(studio: Studio, memory: gr.State) -> None:
 def open_page(page: gr.Blocks, host: str, port: int) -> str:
     """Serve the page in the background, without links, history or files of others; returns its address."""
     fonts = {"font": SANS, "font_mono": MONO}  # the system's: none is fetched
-    for name in ("no_proxy", "NO_PROXY"):  # gradio looks whether its own page is there
+    for name in ("no_proxy", "NO_PROXY"):  # gradio requests its own page at the start
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), "localhost", "127.0.0.1", host)))
     _, address, _ = page.queue(max_size=SESSIONS).launch(
         server_name=host,
@@ -317,8 +317,8 @@ def open_page(page: gr.Blocks, host: str, port: int) -> str:
 
 
 def close_page(page: gr.Blocks) -> None:
-    """End what is under way and stop serving, without waiting for tabs to be closed."""
+    """Stop work in progress and the server, without waiting for open tabs."""
     page.studio.leaving.set()
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it would tell of every tab it hangs up on
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it would log every open tab
     page.server.force_exit = True
     page.close(verbose=False)

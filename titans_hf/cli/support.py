@@ -28,14 +28,14 @@ def check_model(model: str | None, memory: Path | None) -> None:
 
 
 def check_inputs(files: list[Path]) -> None:
-    """Files that can be read; `-` is the standard input."""
+    """Refuse files that cannot be read; `-` is the standard input."""
     for file in files:
         if str(file) != "-":
             file.open("rb").close()
 
 
 def check_output(path: Path, memory: bool = True) -> None:
-    """Refuse an output that could not be written; a memory may take the place of a memory, not of another file."""
+    """Refuse an output that cannot be written; a memory may overwrite a memory, not another file."""
     if path.is_dir():
         raise CommandError(f"{path} is a folder; name a file")
     if not path.parent.is_dir():

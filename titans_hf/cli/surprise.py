@@ -1,4 +1,4 @@
-"""`titans surprise` shows what the memory made of a text: in the terminal, as a page, as a picture."""
+"""`titans surprise` shows how surprising a text was to the memory: in the terminal, as a page, as a plot."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,8 +27,8 @@ def surprise(
 ) -> None:
     """Show how surprising each token was to the memory.
 
-    Surprise is the memory's own loss before it writes the token, as a share of the token's size: 0 where it was
-    foreseen, 1 where nothing was known. Prints the text coloured by it, and by layer the gates and the memory's size.
+    Surprise is the memory's own loss before it writes the token, relative to the token's size: 0 where it was
+    predicted, 1 where nothing was known. Prints the text coloured by it, and by layer the gates and the memory's size.
 
     \b
     titans surprise book.txt --model runs/demo

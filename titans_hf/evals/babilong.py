@@ -1,6 +1,6 @@
-"""BABILong (arXiv 2406.10149) as lm-eval sees it: the facts of bAbI's stories, scattered over the text of books.
+"""BABILong (arXiv 2406.10149) as tasks of lm-eval: the facts of bAbI's stories, scattered over the text of books.
 
-With a folder, samples are made as the benchmark's authors make theirs: sentences of a book, from a random place on and
+With a folder, samples are made as the benchmark's authors make theirs: sentences of a book, starting at a random place,
 without those of under 10 tokens; the facts between them, in order, each at a random place; the question after it all.
 As many sentences as fit: the context, question and instructions apart, is no longer than its length in the model's
 tokens. 0k is the facts alone, and so is a story that fills its length. Without a folder, the authors' own samples come
@@ -66,7 +66,7 @@ class BabilongTask(LongTask):
         room = length - self.count(joined(facts))
         between = self.background(room, seed) if room > 0 else []
         while (over := self.count(text := scatter(facts, between, seed)) - length) > 0 and between:
-            between = between[: -max(1, over // 100)]  # tokens may part otherwise where sentences meet
+            between = between[: -max(1, over // 100)]  # joined sentences may tokenise differently
         return text
 
     def background(self, room: int, seed: str) -> list[str]:

@@ -1,6 +1,6 @@
-"""What the multiple-choice tasks of Table 1 give to a model that knows nothing, in percent."""
+"""The chance levels of Table 1's multiple-choice tasks, in percent."""
 
-CHANCE = {  # of a guess among the answers
+CHANCE = {  # of a random guess
     "piqa": 50.0,
     "winogrande": 50.0,
     "boolq": 50.0,
@@ -9,9 +9,9 @@ CHANCE = {  # of a guess among the answers
     "arc_easy": 25.0,
     "arc_challenge": 25.0,
 }
-SAME_ANSWER = {"boolq": 62.2}  # right by one answer to every question, where that is more
+SAME_ANSWER = {"boolq": 62.2}  # by one fixed answer to every question, where that is higher
 
 
 def level(task: str) -> float:
-    """What a task gives without reading it."""
+    """The highest score without reading the question."""
     return max(CHANCE[task], SAME_ANSWER.get(task, 0.0))

@@ -1,4 +1,4 @@
-"""A model on the paper's benchmarks: lm-eval runs them, and a record keeps what it found.
+"""A model on the paper's benchmarks: lm-eval runs them, and a record holds the results.
 
 record = evaluate(model, tokenizer, data_dir="data/lm_eval")
 record["metrics"]["average"]["value"]
@@ -66,9 +66,9 @@ def check_data(suite: str, tasks: Sequence[str], data_dir: str | os.PathLike | N
 
 
 def task_manager(data_dir: str | os.PathLike | None = None, **metadata) -> "TaskManager":
-    """lm-eval's manager, with our groups and the tasks in them, and without a look at its thousands of others.
+    """lm-eval's manager, with our groups and their tasks; its thousands of other tasks are not indexed.
 
-    The tasks of long context want to know the model's `tokenizer`, by its folder or itself.
+    The long-context tasks need the model's `tokenizer`: its folder, or the object.
     """
     from lm_eval import tasks as of_lm_eval
 
@@ -120,16 +120,16 @@ def evaluate(
     name: str | None = None,
     command: str | None = None,
 ) -> dict:
-    """Run a suite, and return its record (see `eval_records`).
+    """Run a suite, and return its record (see `records`).
 
     Args:
         model: a Titans model, or another causal one as a baseline.
         tasks: some of the suite's; all of them if left out.
-        data_dir: folder of the documents (see `eval_files` and `eval_texts`); left out, TITANS_EVAL_DATA in the
+        data_dir: folder of the documents (see `files` and `texts`); left out, TITANS_EVAL_DATA in the
             environment, or the Hub.
         lengths: of the suites of long context, "2k,4k" or tokens; left out, 2k to 16k, and for babilong 0k to 16k.
         limit: score the first documents of each task only, at each length.
-        memory: "on", or a control (see `eval_model`): "off" or "reset". A baseline, which has none, takes "on".
+        memory: "on", or a control (see `model`): "off" or "reset". A baseline, which has none, takes "on".
         name, command: what the record says of the model and of the run.
     """
     from lm_eval.evaluator import evaluate as run
@@ -142,7 +142,7 @@ def evaluate(
     first = limit * max(1, len(read)) if limit else None  # the lengths take turns
     origin, started = provenance(model.device, command), time.perf_counter()  # a long run may end on another commit
     try:
-        with redirect_stdout(sys.stderr):  # lm-eval prints a little here and there
+        with redirect_stdout(sys.stderr):  # lm-eval prints to stdout in places
             results = run(lm, loaded, limit=first, bootstrap_iters=BOOTSTRAPS, log_samples=False)
     except OverflowError as error:
         raise ValueError(
@@ -176,7 +176,7 @@ def evaluate(
 def open_lm(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batch_size: int, memory: str = "on"
 ) -> "HFLM":
-    """The model as lm-eval sees it. A baseline reads as far as its `max_position_embeddings`, as lm-eval has it."""
+    """The model as an lm-eval model. A baseline reads up to its `max_position_embeddings`, as in lm-eval."""
     from .model import CheckedLM, TitansLM
 
     if is_titans(model):
@@ -191,11 +191,11 @@ def is_titans(model: "PreTrainedModel") -> bool:
 
 
 def sow() -> None:
-    """Seed every generator. None is used zero-shot; the record says what they were."""
+    """Seed every generator; zero-shot tasks use none, but the record lists the seeds."""
     import numpy
     import torch
 
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval would fork this process, model and threads and all
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval would fork this process with its model and threads
     random.seed(SEEDS["python"])
     numpy.random.seed(SEEDS["numpy"])
     torch.manual_seed(SEEDS["torch"])
@@ -205,7 +205,7 @@ def describe(model: "PreTrainedModel", name: str | None, memory: str) -> dict:
     return {
         "name": name or model.config.name_or_path or "unnamed",
         "variant": model.config.variant if is_titans(model) else model.config.model_type,
-        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "memory": memory if is_titans(model) else "none",
     }
@@ -213,7 +213,7 @@ def describe(model: "PreTrainedModel", name: str | None, memory: str) -> dict:
 
 def describe_data(name: str, task, results: dict, folder: Path | None) -> dict:
     counts = results["n-samples"][name]
-    if hasattr(task, "describe_source"):  # a task of long context, which asks once for each document
+    if hasattr(task, "describe_source"):  # a long-context task, with one request per document
         counts = {**counts, "effective": len(task.instances)}
         return {**task.describe_source(), **_counted(task, counts)}
     if folder:

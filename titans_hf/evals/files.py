@@ -30,7 +30,7 @@ def given_folder(given: str | os.PathLike | None = None) -> Path | None:
 
 
 def data_folder(given: str | os.PathLike | None = None) -> Path | None:
-    """The folder of the files, which one that holds them under `lm_eval` may stand for; None is the Hub."""
+    """The folder of the files: the one given, or its `lm_eval` folder; None is the Hub."""
     folder = given_folder(given)
     return folder / "lm_eval" if folder and (folder / "lm_eval").is_dir() else folder
 
@@ -47,7 +47,7 @@ def documents(task: str, folder: Path) -> list[dict]:
 
 
 def check_files(tasks: Iterable[str], folder: Path) -> None:
-    """Refuse a folder that lacks a file, before anything slow begins."""
+    """Refuse a folder that lacks a file, before any slow step."""
     for path in (folder / name for task in tasks for name in READERS[task][0]):
         if not path.is_file():
             raise FileNotFoundError(f"{path} is not there: {FIX}")
@@ -83,7 +83,7 @@ def _json_lines(path: Path, *fields: str) -> Iterator[dict]:
 
 
 def _labelled(path: Path, labels: Path, *fields: str) -> Iterator[tuple[dict, str]]:
-    """Rows whose labels stand in a file of their own, a line each."""
+    """Rows whose labels are in a separate file, one per line."""
     rows, found = list(_json_lines(path, *fields)), _text(labels).split()
     if len(rows) != len(found):
         raise ValueError(f"{labels} has {len(found)} labels for the {len(rows)} rows of {path.name}")

@@ -15,9 +15,9 @@ from .suites import read_lengths
 
 
 class Samples(Sequence):
-    """Documents made when they are looked at: a limit costs no more than it shows.
+    """Documents made on access: with a limit, only those are made.
 
-    The lengths take turns, so that the first documents are of every length.
+    The lengths alternate, so that the first documents cover every length.
     """
 
     def __init__(self, lengths: Sequence[int], count: int, make: Callable[[int, int], dict]):
@@ -55,7 +55,7 @@ class LongTask(ConfigurableTask):
         metadata = dict(config.get("metadata") or {})
         tokenizer = metadata.get("tokenizer")
         if tokenizer is not None and not isinstance(tokenizer, str):
-            self.tokenizer = metadata.pop("tokenizer")  # no field of a configuration: lm-eval writes them down
+            self.tokenizer = metadata.pop("tokenizer")  # not a config field: lm-eval would log it
         self.folder = given_folder(metadata.get("data_dir"))
         self.lengths = read_lengths(self.SUITE, metadata.get("max_seq_lengths"))
         names = [self.metric_name(length) for length in self.lengths]

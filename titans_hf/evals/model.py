@@ -1,11 +1,11 @@
-"""lm-eval's Hugging Face model for Titans: inputs of any length in bounded memory, and none of them cut.
+"""lm-eval's Hugging Face model for Titans: inputs of any length in bounded memory, none of them truncated.
 
 Plain `--model hf` gives the same results, in bfloat16 with `softmax_dtype=float32`. It takes the logits of a whole
 batch at once, though, [B, T, V]: articles of WikiText in a vocabulary of 32,000 are gigabytes. Here long inputs are
 read in pieces, through the cache.
 
-Two controls say what the memory is worth: `memory="off"` never writes into it, so that every token meets it as training
-has left it; `memory="reset"` puts it back there at each segment, while attention goes on.
+Two controls show what the memory contributes: `memory="off"` never writes into it, so that every token reads it as
+trained; `memory="reset"` resets it at each segment, while attention continues.
 
 B: rows, T: tokens of the longest, P: tokens of a piece, V: vocabulary.
 """
@@ -49,7 +49,7 @@ class Line:
         return len(self.tokens) - max(len(each.tokens) for each in self.wanted)
 
     def score(self, logits: Tensor, start: int) -> None:
-        """Count in the places from `start` on, whose logits [P, V] have come."""
+        """Add the logits [P, V] of the places from `start` on."""
         for each in self.wanted:
             own = len(self.tokens) - len(each.tokens)
             low, high = max(start, own), min(start + len(logits), len(self.tokens))
@@ -77,10 +77,10 @@ def put_back(cache: TitansCache, start: TitansCache) -> None:
 
 
 class CheckedLM(HFLM):
-    """HFLM that says what does not fit into the model, and takes likelihoods in float32 at least.
+    """HFLM that reports inputs too long for the model, and computes likelihoods in float32 at least.
 
-    A prompt to write on from is refused, where HFLM cuts its beginning. An input whose likelihood is asked for is cut
-    as HFLM does it, and counted in `inputs_cut`. Neither befalls Titans, which reads any length.
+    A prompt for generation that is too long is refused; HFLM would cut its beginning. An input whose likelihood is
+    asked for is cut as in HFLM, and counted in `inputs_cut`. Titans reads any length, so neither applies to it.
     """
 
     def __init__(self, *args, **kwargs):
@@ -100,7 +100,7 @@ class CheckedLM(HFLM):
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Prompts [B, T] and their mask, on the left or right of which the shorter ones are filled up."""
+        """Prompts [B, T], padded on the left or right, and their mask."""
         ids, mask = super().tok_batch_encode(strings, padding_side)
         if left_truncate_len and ids.shape[1] > left_truncate_len:
             raise ValueError(
@@ -146,7 +146,7 @@ class TitansLM(CheckedLM):
 
     @torch.no_grad()
     def _read(self, some: list[Line]) -> None:
-        """Read inputs side by side, the longest first, filled up on the right: no token sees what comes after it."""
+        """Read inputs as a batch, the longest first, padded on the right: no token sees what comes after it."""
         length, needed = len(some[0].tokens), min(line.first for line in some)
         ids = torch.zeros(len(some), length, dtype=torch.long)  # [B, T]
         for row, line in zip(ids, some):
@@ -158,7 +158,7 @@ class TitansLM(CheckedLM):
     def _pieces(self, ids: Tensor, needed: int, lengths: list[int] | None = None) -> Iterator[tuple[int, Tensor]]:
         """The logits [B, P, V] of `ids`, piece by piece with the place of its first; without those before `needed`.
 
-        Of `lengths`, the longest first, rows that have ended are left out of the pieces behind them.
+        Of `lengths`, the longest first, rows that have ended are left out of later pieces.
         """
         rows, length = ids.shape
         piece = max(SHORTEST, self.logits // (rows * self.model.config.vocab_size))
@@ -187,13 +187,13 @@ class TitansLM(CheckedLM):
                 put_back(cache, start_of_all)
 
     def _unwritten(self, ids: Tensor) -> TitansCache:
-        """A cache whose memory is as training has left it, for rows like these."""
+        """A cache with the memory as trained, for rows like these."""
         cache = TitansCache(self.model.config)
         self.model(ids[:, :1], past_key_values=cache, use_cache=True, memory_read_only=True)
         return cache
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options) -> Tensor:
-        """Write on. Long prompts are read in pieces, and a row is done at its end of text, whatever the others do."""
+        """Generate. Long prompts are read in pieces; each row stops at its own end of text."""
         options.setdefault("eos_token_id", self._ends())
         if self.memory == "reset":
             return self._generate_with_resets(context, max_length, stop, **options)

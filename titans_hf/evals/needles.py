@@ -1,11 +1,11 @@
-"""Table 2 as lm-eval sees it: RULER's single needles (S-NIAH), hidden in noise or in books.
+"""Table 2 as tasks of lm-eval: RULER's single needles (S-NIAH), hidden in noise or in books.
 
 niah_single_1   pass-key    a number, in one sentence of noise, repeated
 niah_single_2   number      a number, in prose
 niah_single_3   word        a UUID, in prose
 
 lm-eval draws needles, writes samples and scores answers. Ours are where the prose is from (books of a folder; without
-one, Paul Graham's essays from the Hub), how sentences are told apart (by a rule, where lm-eval downloads a model), and
+one, Paul Graham's essays from the Hub), how sentences are split (by a rule, where lm-eval downloads a model), and
 the fit: lm-eval fills a length in steps of 500 words or 25 sentences, here a sample takes all that fits. As in RULER,
 that is the prompt up to the answer's first words, and 128 tokens of answer. Each sample has a seed of its own.
 """
@@ -25,7 +25,7 @@ from .texts import Book, books, file_digests, sentences, words
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """For a while, another value of an attribute."""
+    """Replace an attribute's value within a `with` block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -47,7 +47,7 @@ sentences_of = lru_cache(maxsize=64)(sentences)  # most samples of a length have
 
 @contextmanager
 def seeded(seed: str) -> Iterator[None]:
-    """For a while, Python's own generator begins at a seed: lm-eval draws from it."""
+    """Seed Python's generator, which lm-eval draws from, within a `with` block."""
     state = random.getstate()
     random.seed(seed)
     try:
@@ -118,7 +118,7 @@ class NeedleTask(LongTask):
         return low
 
     def draw(self, length: int, number: int, units: int) -> dict:
-        """lm-eval's sample of so many units, as its tasks have it."""
+        """lm-eval's sample with a number of units."""
         value = VALUES[self.config.task]
         with (
             seeded(f"{SEED} {self.config.task} {length} {number}"),

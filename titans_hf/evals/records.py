@@ -1,4 +1,4 @@
-"""The record of an evaluation: a JSON file that says what was measured, and everything needed to measure it again.
+"""The record of an evaluation: a JSON file with the results and everything needed to reproduce them.
 
 format, version     "titans evaluation", 1
 suite               what was run: "table1", "table2" or "babilong"
@@ -9,7 +9,7 @@ machine             architecture and threads, and the device
 seeds               python, numpy, torch, fewshot: lm-eval's
 seconds             of the evaluation, without loading
 model               name, variant (of a baseline its model type), parameters, dtype, memory ("on"; "off", never written;
-                    "reset", put back at each segment; "none", of a baseline)
+                    "reset", reset at each segment; "none", of a baseline)
 settings            limit (documents a task; null is all), batch_size, max_length, num_fewshot, bootstrap_iters;
                     of table2 and babilong also their lengths, and the limit is that of each; of a baseline also
                     inputs_cut, how many inputs lost their beginning to its max_length
@@ -24,50 +24,75 @@ import json
 import math
 from pathlib import Path
 
-from ..records.provenance import PACKAGES
+from ..records.schema import Schema, validate
 from ..snapshots import whole_file
 
 FORMAT, VERSION = "titans evaluation", 1
-NUMBER, TEXT, COUNT, NOTHING = (int, float), (str,), (int,), type(None)
-FIELDS = {
-    "format": TEXT,
-    "version": COUNT,
-    "suite": TEXT,
-    "command": TEXT,
-    "date": TEXT,
-    "commit": (str, NOTHING),
-    "versions": dict.fromkeys(("titans_hf", *PACKAGES), TEXT),
-    "machine": TEXT,
-    "seeds": dict.fromkeys(("python", "numpy", "torch", "fewshot"), COUNT),
-    "seconds": NUMBER,
-    "model": {"name": TEXT, "variant": TEXT, "parameters": COUNT, "dtype": TEXT, "memory": TEXT},
-    "settings": {
-        "limit": (int, NOTHING),
-        "batch_size": COUNT,
-        "max_length": COUNT,
-        "num_fewshot": COUNT,
-        "bootstrap_iters": COUNT,
-    },
-    "data": {
-        "*": {
-            "source": TEXT,
-            "dataset": TEXT,
-            "task_version": (str, int, float, NOTHING),
-            "documents": COUNT,
-            "total": COUNT,
-            "files": {"*": TEXT},
-        }
-    },
-    "metrics": {
-        "*": {
-            "value": (int, float, NOTHING),
-            "stderr": (int, float, NOTHING),
-            "unit": TEXT,
-            "task": (str, NOTHING),
-            "metric": (str, NOTHING),
-        }
-    },
-}
+
+
+class Versions(Schema):
+    titans_hf: str
+    torch: str
+    transformers: str
+    lm_eval: str
+    datasets: str
+
+
+class Seeds(Schema):
+    python: int
+    numpy: int
+    torch: int
+    fewshot: int
+
+
+class Model(Schema):
+    name: str
+    variant: str
+    parameters: int
+    dtype: str
+    memory: str
+
+
+class Settings(Schema):
+    limit: int | None
+    batch_size: int
+    max_length: int
+    num_fewshot: int
+    bootstrap_iters: int
+
+
+class Data(Schema):
+    source: str
+    dataset: str
+    task_version: str | float | None
+    documents: int
+    total: int
+    files: dict[str, str]
+
+
+class Metric(Schema):
+    value: float | None
+    stderr: float | None
+    unit: str
+    task: str | None
+    metric: str | None
+
+
+class Record(Schema):
+    format: str
+    version: int
+    suite: str
+    command: str
+    date: str
+    commit: str | None
+    versions: Versions
+    machine: str
+    seeds: Seeds
+    seconds: float
+    model: Model
+    settings: Settings
+    data: dict[str, Data]
+    metrics: dict[str, Metric]
 
 
 def check_record(record: object, where: str = "the record") -> dict:
@@ -78,24 +103,8 @@ def check_record(record: object, where: str = "the record") -> dict:
         raise ValueError(
             f"{where} is of version {record.get('version')!r}; this titans-hf reads version {VERSION}: evaluate again"
         )
-    _check(record, FIELDS, where, "")
+    validate(Record, record, where)
     return record
-
-
-def _check(found: object, wanted: dict | tuple, where: str, field: str) -> None:
-    if isinstance(wanted, tuple):
-        if not isinstance(found, wanted) or isinstance(found, bool):
-            names = " or ".join("null" if kind is NOTHING else kind.__name__ for kind in wanted)
-            raise ValueError(f"{where}: {field} is {found!r}, where {names} is wanted")
-        return
-    if not isinstance(found, dict):
-        raise ValueError(f"{where}: {field} is {found!r}, where a mapping is wanted")
-    names = found if "*" in wanted else wanted
-    for name in names:
-        inner = f"{field}.{name}" if field else name
-        if name not in found:
-            raise ValueError(f"{where} lacks {inner}")
-        _check(found[name], wanted.get("*", wanted.get(name)), where, inner)
 
 
 def without_nan(record: dict) -> dict:
@@ -104,7 +113,7 @@ def without_nan(record: dict) -> dict:
 
 
 def write_record(path: Path, record: dict) -> None:
-    """Write a record, whole or not at all."""
+    """Write a record, completely or not at all."""
     text = json.dumps(check_record(without_nan(record)), indent=1, allow_nan=False) + "\n"
     with whole_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

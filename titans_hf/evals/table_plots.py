@@ -1,30 +1,32 @@
-"""A table of the paper as a picture: a panel a column, rows of the paper as dots by size of model, ours as stars."""
+"""A table of the paper as a picture: one panel per column, the paper's rows as dots by model size, ours as stars."""
 
 from pathlib import Path
 
+from ..records.files import plots
 from ..snapshots import whole_file
 from .paper_tables import Column, Row, Table
 from .tables import OURS, OurRow, chance_levels, groups_with, heading
 
-COLOURS = {"LMM": "#009e73", "MAC": "#d55e00", "MAG": "#0072b2", "MAL": "#cc79a7"}  # told apart by any eye
+COLOURS = {
+    "LMM": "#009e73",
+    "MAC": "#d55e00",
+    "MAG": "#0072b2",
+    "MAL": "#cc79a7",
+}  # a palette for all kinds of colour vision
 OTHERS = "#b5b5b5"
 CHANCE_LINE = {"color": "black", "linewidth": 0.8, "linestyle": ":"}
 ACROSS = 4  # panels
 
 
 def variant(row: Row) -> str | None:
-    """Which of the four it is; a name of ours may hold any word."""
+    """Which of the four variants a row is; the name of our row may contain any word."""
     said = row.variant if isinstance(row, OurRow) else row.model
     return next((name for name in COLOURS if name in said), None)
 
 
 def save_png(path: Path, table: Table, records: list[dict]) -> None:
     """Draw the table with the rows of our records."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = plots()
     groups, levels = groups_with(table, records), chance_levels(table)
     across = min(ACROSS, len(table.columns))
     down = -(-len(table.columns) // across)

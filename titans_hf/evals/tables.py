@@ -1,10 +1,8 @@
 """The paper's tables with the rows of our records beneath, as Markdown and as CSV. `table_plots` draws them."""
 
-import csv
-import io
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from ..records.files import csv_text
 from .chance import CHANCE, level
 from .paper_tables import Column, Row, Table, paper_table
 from .records import stderr_of_mean
@@ -23,7 +21,7 @@ class OurRow(Row):
 
 
 def our_rows(records: list[dict], table: Table) -> list[OurRow]:
-    """One row a model. Records of the same model, of different suites, make one row; the last word counts."""
+    """One row per model, from its records of all suites; the last record of a column counts."""
     by_model: dict[tuple, list[dict]] = {}
     for record in records:
         by_model.setdefault(tuple(record["model"].values()), []).append(record)
@@ -51,7 +49,7 @@ def our_row(records: list[dict], table: Table) -> OurRow:
 
 
 def describe(model: dict) -> list[str]:
-    """What is told of a record's model beside its name."""
+    """What a row says about a record's model after its name."""
     control = {"off": ["memory off"], "reset": ["memory reset"]}.get(model["memory"], [])
     return [variant_name(model), count(model["parameters"]), *control]
 
@@ -70,7 +68,7 @@ def count(parameters: int) -> str:
 
 
 def measured(record: dict) -> str:
-    """How a record came about, in a line."""
+    """How a record was measured, in one line."""
     source = " and ".join(sorted({held["source"] for held in record["data"].values()}))
     version, commit = record["versions"]["lm_eval"], record["commit"] or "unknown"
     how = f"{record['model']['dtype']}, lm-eval {version}, commit {commit}, {record['date']}"
@@ -89,7 +87,7 @@ def which_documents(record: dict) -> str:
 
 
 def cut_inputs(settings: dict) -> str:
-    """What a baseline could not hold, if there was anything."""
+    """How many inputs were cut for a baseline, if any."""
     cut = settings.get("inputs_cut")
     return f", {cut:,} inputs cut to {settings['max_length']:,} tokens" if cut else ""
 
@@ -138,32 +136,32 @@ def markdown(table: Table, records: list[dict]) -> str:
     """The table, what the paper says of it, and how our rows were measured."""
     found = groups_with(table, records)
     header, rule = ["Model", *map(heading, table.columns)], ["---"] + ["---:"] * len(table.columns)
-    lines = [f"### Table {table.number}: {table.title}", "", _line(header), _line(rule)]
+    lines = [f"### Table {table.number}: {table.title}", "", markdown_row(header), markdown_row(rule)]
     for name, rows in found.items():
         bold = highlighted(rows, table)
         if name:
-            lines.append(_line([f"**{name}**", *[""] * len(table.columns)]))
+            lines.append(markdown_row([f"**{name}**", *[""] * len(table.columns)]))
         for i, row in enumerate(rows):
             star = r"\*" if row.kind == "hybrid" and table.highlight else ""
             cells = [cell(row, column, table.decimals, (i, column.key) in bold) for column in table.columns]
-            lines.append(_line([_escape(row.model) + star, *cells]))
+            lines.append(markdown_row([_escape(row.model) + star, *cells]))
     if OURS in found and chance_levels(table):
         lines.append(chance_line(table))
     return "\n".join([*lines, "", *_footnotes(table, found.get(OURS, [])), ""])
 
 
 def chance_levels(table: Table) -> dict[str, float]:
-    """By key of a column, what it shows of a model that knows nothing, where that is more than 0."""
+    """The chance level of each column that has one above 0, by key."""
     return {column.key: level(column.task) for column in table.columns if column.task in CHANCE}
 
 
 def chance_line(table: Table) -> str:
     levels = chance_levels(table)
     cells = [figure(levels[column.key], table.decimals) if column.key in levels else "–" for column in table.columns]
-    return _line(["chance", *cells])
+    return markdown_row(["chance", *cells])
 
 
-def _line(cells: list[str]) -> str:
+def markdown_row(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
@@ -185,22 +183,19 @@ def _footnotes(table: Table, ours: list[OurRow]) -> list[str]:
 
 
 def to_csv(table: Table, records: list[dict]) -> str:
-    """Every row in a line of its own: where it is from, its figures, and their standard errors."""
+    """One line for each row: where it is from, its figures, and their standard errors."""
     keys = [column.key for column in table.columns]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["source", "group", "model", "kind", *keys, *(f"{key}_stderr" for key in keys)])
-    for group, rows in groups_with(table, records).items():
-        for row in rows:
-            errors = row.errors if isinstance(row, OurRow) else {}
-            source = "titans-hf" if isinstance(row, OurRow) else "paper"
-            figures = [held.get(key, "") for held in (row.values, errors) for key in keys]
-            writer.writerow([source, group, row.model, row.kind, *figures])
-    return text.getvalue()
-
-
-def write_text(path: Path, text: str) -> None:
-    from ..snapshots import whole_file
-
-    with whole_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    columns = ["source", "group", "model", "kind", *keys, *(f"{key}_stderr" for key in keys)]
+    rows = [
+        {
+            "source": OURS if isinstance(row, OurRow) else "paper",
+            "group": group,
+            "model": row.model,
+            "kind": row.kind,
+            **{key: row.values[key] for key in keys if key in row.values},
+            **({f"{key}_stderr": error for key, error in row.errors.items()} if isinstance(row, OurRow) else {}),
+        }
+        for group, rows in groups_with(table, records).items()
+        for row in rows
+    ]
+    return csv_text(rows, columns)

@@ -1,4 +1,4 @@
-"""Table 1 as lm-eval sees it: its own tasks, from the Hub or from files, and the accuracy that the paper prints.
+"""Table 1 as tasks of lm-eval: its own, from the Hub or from files, and the accuracy that the paper prints.
 
 `lm_eval_tasks/titans_table1.yaml` names this class for each task. Prompts, splits and metrics stay lm-eval's.
 """
@@ -40,11 +40,11 @@ class Table1Task(ConfigurableTask):
 
     @cached_property
     def eval_docs(self) -> Dataset:
-        """lm-eval asks for them again and again, and would prepare them anew each time."""
+        """Cached: lm-eval asks for them repeatedly and would process them each time."""
         return super().eval_docs
 
     def fewshot_docs(self):
-        """The files hold the split that is scored, and no examples to show before it."""
+        """Few-shot examples are refused: the files hold the scored split alone."""
         return super().fewshot_docs() if self.folder is None else None
 
     def fewshot_context(self, doc, num_fewshot, *args, **kwargs):

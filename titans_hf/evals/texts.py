@@ -1,4 +1,4 @@
-"""Text for the long-context tasks from files on disk: books to hide things in, and bAbI's stories.
+"""Text for the long-context tasks from files on disk: books as haystacks, and bAbI's stories.
 
     text/books/*.md, *.txt          prose; Markdown's headings, rules and emphasis are left out
     babi/en-10k/qa1_*_test.txt ...  bAbI v1.2, as its authors publish it
@@ -18,7 +18,7 @@ from .files import VARIABLE
 BOOKS = ("text/books", "books", ".")
 STORIES = ("babi/en-10k", "en-10k", "babi", ".")
 FIX = f"--data-dir (or {VARIABLE}) must name the folder that holds"
-TITLES = ("Mr.", "Mrs.", "Dr.", "St.")  # whose full stops end no sentence
+TITLES = ("Mr.", "Mrs.", "Dr.", "St.")  # abbreviations: their full stops end no sentence
 ENDS = re.compile(r"""([.!?]["'”’)\]]?)\s+(?=["'“‘(\[]?[A-Z])""")
 NO_PROSE = re.compile(r"^(?:#.*|\s*(?:[-*_]\s*){3,})$", re.MULTILINE)
 

@@ -1,1 +1,1 @@
-"""Model cards, and the way to the Hub."""
+"""Model cards, loading, and pushing to the Hub."""

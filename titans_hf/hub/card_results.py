@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..evals.chance import CHANCE, SAME_ANSWER, level
 from ..evals.paper_tables import NUMBERS, Column, paper_table
-from ..evals.tables import figure, measured, unit
+from ..evals.tables import figure, markdown_row, measured, unit
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
@@ -30,7 +30,7 @@ HEADINGS = {
 
 
 def setting(record: dict) -> str:
-    """What was done to the memory while the record was made."""
+    """The setting of the memory in a record."""
     return record["model"]["memory"]
 
 
@@ -52,15 +52,15 @@ def _rank(name: str) -> tuple[int, str]:
 
 
 def result_tables(records: list[dict]) -> list[dict]:
-    """A table a suite, one column a setting of the memory: its heading, its lines in Markdown, and how it was made."""
+    """One table per suite, one column per setting of the memory: heading, Markdown, and how it was measured."""
     tables = []
     for suite, own in by_suite(records).items():
         several = len(own) > 1
         columns = [f"memory {name}" if several else "result" for name in own]
-        lines = [_line(["", *columns, "chance"]), _line(["---", *["---:"] * len(columns), "---:"])]
+        lines = [markdown_row(["", *columns, "chance"]), markdown_row(["---", *["---:"] * len(columns), "---:"])]
         metrics = list(dict.fromkeys(key for record in own.values() for key in record["metrics"]))
         lines += [
-            _line([_title(key, own), *(_cell(record, key) for record in own.values()), _chance(key, own)])
+            markdown_row([_title(key, own), *(_cell(record, key) for record in own.values()), _chance(key, own)])
             for key in metrics
         ]
         labels = [f"Memory {name}: " if several else "" for name in own]
@@ -71,10 +71,6 @@ def result_tables(records: list[dict]) -> list[dict]:
             {**text, "controls": [CONTROLS[name] for name in own if name in CONTROLS], "notes": notes, "how": how}
         )
     return tables
-
-
-def _line(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def _column(key: str) -> Column | None:
@@ -98,7 +94,7 @@ def _metric_name(metric: dict) -> str:
 
 
 def _length(metric: dict) -> str | None:
-    """Of a figure of long context, the length that it is named by."""
+    """The length that a long-context figure is named by."""
     name = metric["metric"] or ""
     return name if name[:1].isdigit() else None
 
@@ -121,7 +117,7 @@ def _chance(key: str, own: dict[str, dict]) -> str:
 
 
 def chance_note(record: dict) -> str:
-    """Which of the multiple-choice figures say nothing, in a sentence; empty where there are none."""
+    """A sentence on which multiple-choice figures are at chance; empty without such figures."""
     judged = {
         metric["task"]: metric["value"] > level(metric["task"]) + 2 * metric["stderr"]
         for metric in record["metrics"].values()
@@ -174,7 +170,7 @@ def dataset_id(data: dict) -> str:
 def eval_files(records: list[dict]) -> dict[str, str]:
     """The accuracies as the Hub's `.eval_results/*.yaml`, by path in the repository; tasks have lm-eval's names.
 
-    Those of long context stay out: the form has no place for a length.
+    Long-context figures are left out: the format has no field for a length.
     """
     import yaml
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml

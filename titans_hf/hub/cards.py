@@ -3,7 +3,7 @@
 A trained model's card is made from
     config.json     the model's
     training.json   of scripts/train/pretrain.py: how it was trained
-    about.json      what no record knows, all of it optional: "data" (a text on the training data), "language",
+    about.json      what no record contains, all of it optional: "data" (a text on the training data), "language",
                     "datasets" and "base_model" (ids on the Hub)
 and from evaluation records, any JSON files of `titans eval`. The weights need not be there.
 """
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from ..evals.paper_tables import Row, paper_table
 from ..evals.records import FORMAT, read_record
 from ..evals.tables import count, figure, heading
-from .card_results import eval_results, result_tables
+from ..records.schema import Schema, validate
+from .card_results import HUB_ID, eval_results, result_tables
 from .describe import describe, find_dtype
 from .loading import CommandError, Dtype, folder_name, size
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 TEMPLATE = Path(__file__).parent / "card_template.md"
 LICENSE, LIBRARY = "apache-2.0", "transformers"
-FORM_SAYS = "This model card has been automatically generated."  # in the form of transformers, where there is no card
+FORM_SAYS = "This model card has been automatically generated."  # in the template that transformers writes
 VARIANTS = {
     "mac": "MAC, memory as context (Section 4.1)",
     "mag": "MAG, memory as gate (Section 4.2)",
@@ -38,7 +39,7 @@ VARIANTS = {
 PIPELINES = {"TitansForSequenceClassification": "text-classification", "TitansModel": "feature-extraction"}
 AUTO_CLASSES = {"TitansForSequenceClassification": "AutoModelForSequenceClassification", "TitansModel": "AutoModel"}
 TAGS = ["titans", "neural-memory", "test-time-training"]
-# What scripts/recipes/ says, for cards made where the recipes are not; a test compares them.
+# As in scripts/recipes/, which are not installed with the package; a test compares them.
 PAPER_RECIPE = {
     "dataset": "HuggingFaceFW/fineweb-edu",
     "config": "sample-100BT",
@@ -50,22 +51,33 @@ PAPER_RECIPE = {
 }
 PAPER_TOKENS = {"paper-15b.yaml": 15_000_000_000, "paper-30b.yaml": 30_000_000_000}
 ENGLISH = ("HuggingFaceFW/fineweb-edu",)
-TRAINING_FIELDS = {
-    "command": str,
-    "commit": str,
-    "date": str,
-    "torch": str,
-    "transformers": str,
-    "machine": str,
-    "recipe": dict,
-    "parameters": int,
-    "tokens": int,
-    "steps": int,
-    "seconds": (int, float),
-    "held_out_perplexity": (int, float),
-}
-ABOUT_FIELDS = {"data": str, "language": str, "datasets": list, "base_model": str}
 ABSOLUTE = re.compile(r"(?:(?<=[\s='\"`(])|^)/(?:[^\s/'\"`]+/)+", re.MULTILINE)
+
+
+class Training(Schema):
+    """What a card says about the training, from `training.json`."""
+
+    command: str
+    commit: str | None
+    date: str
+    torch: str
+    transformers: str
+    machine: str
+    recipe: dict
+    parameters: int
+    tokens: int
+    steps: int
+    seconds: float
+    held_out_perplexity: float
+
+
+class About(Schema):
+    """What no record contains, from `about.json`."""
+
+    data: str | None = None
+    language: str | None = None
+    datasets: list[str] | None = None
+    base_model: str | None = None
 
 
 @dataclass
@@ -98,8 +110,8 @@ def read_model(folder: Path, records: list[Path] = (), training: Path | None = N
     found = read_json(training, "the training record") if training else None
     about = read_json(folder / "about.json", "what is said about the model") if (folder / "about.json").exists() else {}
     if found is not None:
-        check_fields(found, TRAINING_FIELDS, training)
-    check_fields(about, ABOUT_FIELDS, folder / "about.json", optional=True)
+        validate(Training, found, f"{training}, of scripts/train/pretrain.py")
+    validate(About, about, str(folder / "about.json"))
     own = [path for path in sorted(folder.glob("*.json")) if is_record(path)]
     paths = list(dict.fromkeys(path.resolve() for path in [*own, *records]))
     return Model(name or folder_name(folder), config, found, about, [read_record(path) for path in paths])
@@ -129,24 +141,6 @@ def is_record(path: Path) -> bool:
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         return False
     return isinstance(found, dict) and found.get("format") == FORMAT
-
-
-def check_fields(found: dict, fields: dict, where: Path, optional: bool = False) -> None:
-    """Raise a `CommandError` that names the first field that is missing or of another kind."""
-    for name, kind in fields.items():
-        if name not in found:
-            if optional:
-                continue
-            raise CommandError(f"{where} lacks {name!r}: it should be a training.json of scripts/train/pretrain.py")
-        if not isinstance(found[name], kind) or isinstance(found[name], bool):
-            wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-            raise CommandError(f"{where}: {name!r} is {found[name]!r}, where {wanted} is wanted")
-
-
-def preset_names() -> list[str]:
-    from ..configuration_titans import PRESET_SIZES, VARIANTS
-
-    return [f"titans-{variant}-{width}" for variant in VARIANTS for width in PRESET_SIZES]
 
 
 def preset_card(name: str) -> "ModelCard":
@@ -353,7 +347,7 @@ def training_rows(model: Model) -> list[tuple[str, str]]:
         "held-out perplexity": f"{training['held_out_perplexity']:.2f}",
         "time": f"{training['seconds'] / 60:,.1f} minutes ({training['machine']})",
         "versions": f"torch {training['torch']}, transformers {training['transformers']}",
-        "commit, date": f"{training['commit']}, {training['date']}",
+        "commit, date": f"{training['commit'] or 'unknown'}, {training['date']}",
         "command": f"`{training['command']}`",
     }
     return [(key, public(str(value)).replace("|", r"\|")) for key, value in rows.items() if value]
@@ -370,8 +364,8 @@ def data_source(data: dict) -> str | None:
 
 
 def is_hub_id(name: object) -> bool:
-    """Whether a name could be an id on the Hub, and is not that of something here."""
-    return isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
+    """Whether a name could be an id on the Hub and is not a local path."""
+    return isinstance(name, str) and HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def datasets(model: Model) -> list[str] | None:
@@ -395,7 +389,7 @@ def recipe_yaml(recipe: dict) -> str:
 
 
 def public(text: str) -> str:
-    """Without the folders of absolute paths, which tell of a machine and its people."""
+    """Without the folders of absolute paths, which are private."""
     return ABSOLUTE.sub("…/", text)
 
 
@@ -423,7 +417,7 @@ def trained_limits(model: Model) -> list[str]:
 
 
 def is_empty_form(card: "ModelCard") -> bool:
-    """Whether nobody has written into it: each place of huggingface_hub's form is as it was."""
+    """Whether the card is huggingface_hub's template, unedited."""
     from huggingface_hub import ModelCard
 
     said = next((line for line in card.text.splitlines() if FORM_SAYS in line), None)
@@ -434,7 +428,7 @@ def is_empty_form(card: "ModelCard") -> bool:
 
 
 def fill_card(folder: str | Path, repo_id: str) -> None:
-    """Put a card of the model in place of the empty form that transformers leaves where a repository has none."""
+    """Replace the empty template that transformers writes for a new repository by a card of the model."""
     from huggingface_hub import ModelCard
 
     path = Path(folder) / "README.md"

@@ -1,4 +1,4 @@
-"""What a model is and what it takes, from its configuration alone: no weights are made or loaded."""
+"""What a model is and needs, from its configuration alone: no weights are created or loaded."""
 
 import copy
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ def find_dtype(config: "TitansConfig", asked: Dtype) -> "torch.dtype":
 
 
 def describe(config: "TitansConfig", dtype: "torch.dtype") -> dict:
-    """All that `titans info` tells, as numbers."""
+    """The figures of `titans info`."""
     first, last = read_one_token(config, dtype)
     layers = config.num_hidden_layers
     cache = (layers - 1) * layer_bytes(first) + layer_bytes(last)
@@ -39,7 +39,7 @@ def describe(config: "TitansConfig", dtype: "torch.dtype") -> dict:
         "layers": layers,
         "hidden_size": config.hidden_size,
         "vocabulary": config.vocab_size,
-        "parameters": count_parameters(config),
+        "parameters": count_all(config),
         "memory_state_bytes": {"per_layer": memory, "all": memory * layers},
         "cache_bytes": cache,
         "full_attention_cache_bytes": {
@@ -49,23 +49,14 @@ def describe(config: "TitansConfig", dtype: "torch.dtype") -> dict:
     }
 
 
-def on_paper(config: "TitansConfig", architecture: str = CAUSAL):
-    """The model without its numbers."""
-    import torch
-
+def count_all(config: "TitansConfig") -> dict[str, int]:
+    """The parameters of the configuration's model: all, and without the embeddings."""
     from .. import modeling_titans
+    from ..records.sizes import count_parameters, empty_model
 
-    with torch.device("meta"):
-        return getattr(modeling_titans, architecture)(config).eval()
-
-
-def count_parameters(config: "TitansConfig") -> dict[str, int]:
-    """All, and all but the tables that turn tokens into vectors and back."""
-    model = on_paper(config, next((name for name in config.architectures or () if name in ARCHITECTURES), CAUSAL))
-    tables = filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
-    sizes = {id(table.weight): table.weight.numel() for table in tables}  # once, where they are tied
-    count = model.num_parameters()
-    return {"all": count, "without_embeddings": count - sum(sizes.values())}
+    name = next((name for name in config.architectures or () if name in ARCHITECTURES), CAUSAL)
+    sizes = count_parameters(empty_model(config, getattr(modeling_titans, name)))
+    return {"all": sizes.parameters, "without_embeddings": sizes.without_embeddings}
 
 
 def read_one_token(config: "TitansConfig", dtype: "torch.dtype") -> tuple["TitansCacheLayer", "TitansCacheLayer"]:
@@ -73,14 +64,15 @@ def read_one_token(config: "TitansConfig", dtype: "torch.dtype") -> tuple["Titan
     import torch
 
     from ..cache_titans import TitansCache
+    from ..records.sizes import empty_model
 
     config = copy.deepcopy(config)
     config.num_hidden_layers = min(2, config.num_hidden_layers)
-    config.memory_implementation = "torch"  # which serves every shape and leaves the same cache
+    config.memory_implementation = "torch"  # supports every shape, with the same cache
     cache = TitansCache(config)
     with torch.no_grad():
         token = torch.zeros(1, 1, dtype=torch.long, device="meta")
-        on_paper(config).to(dtype)(input_ids=token, past_key_values=cache)
+        empty_model(config).eval().to(dtype)(input_ids=token, past_key_values=cache)
     return cache.layers[0], cache.layers[-1]
 
 
@@ -89,7 +81,7 @@ def layer_bytes(layer: "TitansCacheLayer") -> int:
 
 
 def choose_kernels(config: "TitansConfig", layer: "TitansCacheLayer") -> dict[str, str]:
-    """What would write the memory here and on a GPU, and why; the choice itself is `memory_ops`' own."""
+    """What would write the memory here and on a GPU, and why; `memory_ops` makes the choice."""
     import torch
 
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -116,7 +108,7 @@ def _chosen(config: "TitansConfig", layer: "TitansCacheLayer", device: "torch.de
         if asked == "auto":
             return TORCH, f"the kernels cannot be imported ({error}): pip install 'titans-hf[kernels]'"
         return "none", f"memory_implementation='triton', and the kernels cannot be imported: {error}"
-    home = "meta" if device.type == "cuda" else device  # to which the kernels' rules are those of a GPU
+    home = "meta" if device.type == "cuda" else device  # for which the kernels apply the rules of a GPU
     q = torch.empty(1, 1, *weights[0].shape[1:3], dtype=weights[0].dtype, device=home)
     unserved = refusal(weights, q, config.memory_chunk_size)
     if unserved is None:

@@ -1,4 +1,4 @@
-"""Find and load a model by its folder or name, without running code that lies beside its weights."""
+"""Find and load a model by its folder or name, without running the code in its folder."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class CommandError(Exception):
-    """Something the user can put right. The message says what."""
+    """A mistake that the user can correct, with a message that says how."""
 
 
 class Dtype(str, Enum):
@@ -27,12 +27,12 @@ class Dtype(str, Enum):
 
 
 def say(text: str) -> None:
-    """Tell the user something that is not the command's result."""
+    """Print a message to stderr, apart from the command's result."""
     typer.echo(text, err=True)
 
 
 def size(count: float) -> str:
-    """Bytes in words."""
+    """Bytes with a unit."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
@@ -46,7 +46,7 @@ def folder_name(folder: Path) -> str:
 
 
 def quiet() -> None:
-    """Keep libraries from talking: a command's messages are its own."""
+    """Silence the libraries' messages."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils import logging as of_transformers
@@ -74,7 +74,7 @@ class Loaded:
         return TitansCache(self.model.config) if memory is None else TitansCache.load(memory, self.model)
 
     def note(self, in_chat: bool = False) -> dict[str, str]:
-        """What a memory's file says of its making, for whoever goes on from it."""
+        """The metadata of a memory's file, for continuing from it."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         return {"model": self.name, "dtype": dtype, **({"chat": "open"} if in_chat else {})}
 
@@ -89,7 +89,7 @@ def read_memory_note(memory: Path | None) -> dict[str, str]:
 
 
 def load(model: str | None, memory: Path | None, dtype: Dtype = Dtype.auto, device: str = "auto") -> Loaded:
-    """The named model, or the one that made the memory, in the memory's precision unless another is asked for."""
+    """The named model, or the one that made the memory, by default in the memory's precision."""
     quiet()
     note = read_memory_note(memory)
     name = model or _noted_model(note, memory)
@@ -100,7 +100,7 @@ def load(model: str | None, memory: Path | None, dtype: Dtype = Dtype.auto, devi
 
 
 def load_to_measure(model: str, dtype: Dtype = Dtype.auto, device: str = "auto") -> Loaded:
-    """A Titans model, or another causal model of transformers' own, to set beside it."""
+    """A Titans model, or another causal model of transformers as a baseline."""
     quiet()
     if model_type(model) == "titans":
         return load(model, None, dtype, device)
@@ -115,7 +115,7 @@ def load_to_measure(model: str, dtype: Dtype = Dtype.auto, device: str = "auto")
 
 
 def model_type(name: str) -> str | None:
-    """What the configuration says; of a name without one, "titans", whose loading tells what is wrong."""
+    """The configuration's model type; without one "titans", so that loading reports the error."""
     from transformers import PreTrainedConfig
 
     try:
@@ -125,7 +125,7 @@ def model_type(name: str) -> str | None:
 
 
 def _noted_model(note: dict[str, str], memory: Path | None) -> str:
-    """A file may come from a stranger: the name in it is a name, shown to the user, and never a reason to run code."""
+    """The model that a memory's file names. The file is untrusted: the name is shown, and no code is run for it."""
     name = note.get("model", "")
     if not name or not name.isprintable():
         raise CommandError(f"{memory} does not say which model made it: pass --model DIR")
@@ -135,7 +135,7 @@ def _noted_model(note: dict[str, str], memory: Path | None) -> str:
 
 
 def _precision(note: dict[str, str], memory: Path | None, asked: Dtype) -> str:
-    """The precision asked for; a memory goes on only in its own."""
+    """The requested precision; a memory can only be continued in its own."""
     own = note.get("dtype")
     if own not in [each.value for each in Dtype]:
         return asked.value
@@ -172,12 +172,12 @@ def load_config(name: str) -> "TitansConfig":
         raise CommandError(
             f"no folder {name}, and no model of that name among those downloaded from the Hub"
         ) from error
-    config._attn_implementation = None  # a name found there could stand for code on the Hub
+    config._attn_implementation = None  # such a name could load code from the Hub
     return config
 
 
 def _load_weights(name: str, config: "TitansConfig", dtype: str) -> "TitansForCausalLM":
-    """The model, from safetensors and with this package's code: neither ever runs what lies beside the weights."""
+    """The model, from safetensors and with this package's code: the folder's code is never run."""
     from safetensors import SafetensorError
 
     from ..modeling_titans import TitansForCausalLM

@@ -1,8 +1,8 @@
-"""A model's folder on its way to the Hub: what goes up, the checks before, one commit, and errors in plain words.
+"""Push a model's folder to the Hub: what is uploaded, the checks before, one commit, and plain errors.
 
-Only known files go up. The code among them is this package's own, byte for byte, and runs once before the push, in a
-process that has neither titans_hf nor a token. Everything goes up in one commit: a push that breaks off leaves a
-repository as it was.
+Only known files are uploaded. The code among them is this package's own, byte for byte, and runs once before the
+push, in a process that has neither titans_hf nor a token. Everything is uploaded in one commit: a push that fails
+leaves the repository unchanged.
 """
 
 import json
@@ -72,7 +72,7 @@ save_file({"logits": logits.float().contiguous(), "words": torch.tensor(words)},
 
 @dataclass
 class Upload:
-    """What goes up, laid out in a folder; what is left behind; and what was found in order."""
+    """The files to upload, collected in a folder; what is left out; and the checks that passed."""
 
     folder: Path
     files: dict[str, int] = field(default_factory=dict)  # sizes
@@ -91,7 +91,7 @@ class Upload:
 
 
 def link(source: Path, target: Path) -> None:
-    """Weights are large: a link serves where there are links."""
+    """Link or copy a file: weights are large."""
     try:
         target.symlink_to(source)
     except OSError:
@@ -99,12 +99,12 @@ def link(source: Path, target: Path) -> None:
 
 
 def way(name: str, count: int) -> str:
-    """How the Hub keeps a file by its own rules for new repositories; it has the last word."""
+    """How the Hub stores a file by its default rules; the Hub decides."""
     return "LFS" if name.endswith(IN_LFS) or count > LARGEST_IN_GIT else "regular"
 
 
 def prepare(folder: Path, staging: Path, refresh_code: bool = False) -> Upload:
-    """Lay out all of the model that goes up, if its folder asks for no code but ours."""
+    """Collect the model's files, if its folder requires no code but ours."""
     check_config(folder)
     upload = Upload(staging)
     upload.checks.append("configuration: a Titans model whose auto_map points to its own code")
@@ -189,7 +189,7 @@ def check_code(found: Path, own: Path, refresh: bool) -> None:
 
 
 def left_out(folder: Path, upload: Upload) -> list[str]:
-    """What stays behind, a card that another takes the place of included."""
+    """The files that are not uploaded, with a card that is replaced."""
     own, card = set(upload.files), folder / CARD
     if card.is_file() and card.read_bytes() != (upload.folder / CARD).read_bytes():
         own.remove(CARD)
@@ -221,7 +221,7 @@ def check_files(upload: Upload) -> None:
 
 
 def check_loading(folder: Path, upload: Upload) -> None:
-    """Load what goes up as a stranger would, and compare it with what the package makes of the folder."""
+    """Load the upload as a user without titans_hf would, and compare it with the folder loaded here."""
     import torch
 
     loaded = load(str(folder), None, device="cpu")
@@ -263,7 +263,7 @@ def load_alone(folder: Path, ids: list[int]) -> "dict[str, Tensor]":
 
 @dataclass
 class Repository:
-    """What is on the Hub: the commit a push stands on, its files, and its model's configuration if it has one."""
+    """The repository on the Hub: its last commit, its files, and its model's configuration if there is one."""
 
     sha: str
     files: list[str]
@@ -272,10 +272,10 @@ class Repository:
 
 @contextmanager
 def plain_errors(repo_id: str, ending: str = "") -> Iterator[None]:
-    """The Hub's errors as one line each; `ending` says in what state they leave things."""
+    """The Hub's errors as one line each; `ending` says what state they leave."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    of_httpx = HfHubHTTPError.__bases__[0]  # the Hub's client has changed from one httpx to another
+    of_httpx = HfHubHTTPError.__bases__[0]  # the Hub's client has changed its httpx
     try:
         yield
     except CommandError:
@@ -346,7 +346,7 @@ def look(api: "HfApi", repo_id: str, branch: str | None = None) -> Repository | 
 
 
 def check_clash(found: Repository | None, upload: Upload, repo_id: str) -> None:
-    """A push may found a repository, fill an empty one, or renew the same model; anything else is someone's work.
+    """Refuse a push unless the repository is new, empty, or holds the same model.
 
     A card alone counts as empty. The same model has the same configuration, whatever its weights.
     """
@@ -383,7 +383,7 @@ def push(
     overwrite: bool = False,
     message: str | None = None,
 ) -> str:
-    """Make the repository if there is none, and put everything up in one commit. Returns the commit's address."""
+    """Create the repository if there is none, and upload everything in one commit. Returns the commit's address."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     if found is None:

@@ -1,1 +1,1 @@
-"""What every record says of where it comes from, and how it is written."""
+"""Records: their schemas, their provenance, and how they are written; and the sizes of models."""

@@ -1,7 +1,6 @@
 """A small corpus and a tokenizer for it, with nothing to download.
 
-The text is the language reference that every Python carries (`pydoc_data.topics`): real English. Its last tenth is
-held out.
+The text is Python's own language reference (`pydoc_data.topics`): real English. Its last tenth is held out.
 
 Axes: N tokens of a text.
 """
@@ -21,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def read_documents() -> list[str]:
-    """The topics, each paragraph kept where it stands first, so that none stands in two documents."""
+    """The topics as documents. A paragraph that occurs in several is kept in the first alone."""
     seen, documents = set(), []
     for topic in topics.values():
         new = [p for p in dict.fromkeys(topic.strip().split("\n\n")) if p not in seen]
@@ -31,7 +30,7 @@ def read_documents() -> list[str]:
 
 
 def read_corpus() -> tuple[str, str]:
-    """The text for training and the held-out last tenth, without a paragraph that stands in both."""
+    """The text for training, and the held-out last tenth. No paragraph is in both."""
     text = "\n\n".join(read_documents())
     cut = text.rindex("\n\n", 0, len(text) * 9 // 10)
     return text[:cut], text[cut:]

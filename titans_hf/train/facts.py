@@ -1,6 +1,6 @@
 """Facts to be remembered: lines like `K = d`, then pages of other text, then the same lines again, in another order.
 
-Whoever has not kept the lines can only guess the letters behind the second `=`.
+A model that has not kept the lines can only guess the values the second time.
 
 Axis letters: B rows, F facts of a row, N tokens of a text.
 """
@@ -16,7 +16,7 @@ from .. import TitansForCausalLM
 
 @dataclass
 class Facts:
-    """The tokens that facts are written with: 26 names, and every small letter that is one token."""
+    """The tokens of facts: 26 names, and every lower-case letter that is a single token."""
 
     names: torch.Tensor  # [26]
     values: torch.Tensor
@@ -38,7 +38,7 @@ class Facts:
         return 1 / len(self.values)
 
     def width(self, facts: int) -> int:
-        """Tokens of so many facts: four each, and a newline before them."""
+        """The number of tokens of `facts` facts: four each, and a newline before the first."""
         return 4 * facts + 1
 
     def rows(
@@ -57,7 +57,7 @@ class Facts:
         return ids, where
 
     def _lines(self, names: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """[B, 4 F + 1], with a newline before the first line and behind each."""
+        """[B, 4 F + 1]: the facts, with a newline before the first and after each."""
         equals, newline = torch.full_like(names, self.equals), torch.full_like(names, self.newline)
         lines = torch.stack((names, equals, values, newline), dim=2).flatten(1)
         return torch.cat((newline[:, :1], lines), dim=1)
@@ -71,6 +71,6 @@ def stretches(tokens: torch.Tensor, rows: int, length: int, generator: torch.Gen
 
 @torch.no_grad()
 def recall(model: TitansForCausalLM, ids: torch.Tensor, where: torch.Tensor, read_only: bool = False) -> float:
-    """The share of asked tokens that the model finds likeliest; with `read_only` its memory is never written."""
+    """The share of asked tokens that are the model's argmax; with `read_only` its memory is never written."""
     found = model.eval()(ids, use_cache=False, memory_read_only=read_only).logits[:, :-1].argmax(-1)
     return (found == ids[:, 1:])[where[:, 1:]].float().mean().item()

@@ -6,8 +6,8 @@
 
 Every line of the data is a JSON object, all of one kind: {"messages": [{"role": "user", "content": "..."}, ...]},
 {"prompt": "...", "completion": "..."} (the loss is on the completion alone) or {"text": "..."}. The folder `--out`
-holds the model, or the adapter, and the tokenizer; it is complete or not there. Ctrl-C ends the run behind its present
-step and saves the model so far.
+holds the model, or the adapter, and the tokenizer; it is written completely or not at all. Ctrl-C ends the run
+after the current step and saves the model so far.
 """
 
 import argparse
@@ -28,7 +28,7 @@ KINDS = ({"messages"}, {"prompt", "completion"}, {"text"})
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The lines of a file, without fields that do not matter; a `ValueError` names the first bad one."""
+    """The rows of a file, with the fields that training needs; a `ValueError` names the first bad line."""
     if not path.is_file():
         raise ValueError(f"--data: there is no file {path}")
     rows = []
@@ -110,7 +110,7 @@ def build_trainer(args: argparse.Namespace, config: TitansConfig, tokenizer, row
         report_to=args.report_to,
         seed=args.seed,
     )
-    # Small steps are lost in half precision: weights that are trained are float32, and saved as they were.
+    # Small updates vanish in half precision: weights are trained in float32 and saved in their own dtype.
     dtype = config.dtype if args.lora and config.dtype else torch.float32
     model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=dtype)
     data = Dataset.from_list(rows)
@@ -137,7 +137,7 @@ def save(args: argparse.Namespace, config: TitansConfig, trainer, folder: Path) 
 
 
 def start(args: argparse.Namespace) -> None:
-    """Check everything, then train and save; what the user can mend ends in one line."""
+    """Check everything, then train and save; a mistake of the user's ends in one line."""
     try:
         if args.merge and not args.lora:
             raise ValueError("--merge goes with --lora: without it there is nothing to merge")
@@ -188,7 +188,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    disable_progress_bar()  # of saving and loading; the bar to watch is the training's
+    disable_progress_bar()  # of saving and loading; training has its own
     try:
         start(args)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""What training scripts share: folders that are whole or not there, runs that stop in good order, a loss curve."""
+"""What training scripts share: folders written completely or not at all, a clean stop on signals, a loss curve."""
 
 import importlib.util
 import signal
@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 @contextmanager
 def whole_folder(path: Path, is_main: bool = True) -> Iterator[Path]:
-    """A folder to write into, which gets its name when everything is in it; of several processes, one renames it."""
+    """A temporary folder to write into. It gets its name at the end; the main process renames it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
     if is_main:
@@ -36,7 +36,7 @@ def check_trackers(names: list[str], field: str) -> None:
 
 
 class StopOnSignal(TrainerCallback):
-    """Ctrl-C, or SIGTERM from a scheduler, ends the run behind its present step; a second one ends it at once."""
+    """Ctrl-C, or SIGTERM from a scheduler, ends the run after the current step; a second one ends it at once."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -57,7 +57,7 @@ class StopOnSignal(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         asked = torch.tensor(int(self.asked), device=args.device)
-        if args.world_size > 1:  # all processes stop behind the same step
+        if args.world_size > 1:  # all processes stop after the same step
             distributed.all_reduce(asked, op=distributed.ReduceOp.MAX)
         if asked and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_training_stop = True
@@ -65,7 +65,7 @@ class StopOnSignal(TrainerCallback):
 
 
 def leave_signals_to_the_parent(worker: int) -> None:
-    """For data workers: a Ctrl-C reaches them too, and the run still needs them to end its step."""
+    """For data workers: Ctrl-C reaches them too, but the run needs them until the step ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

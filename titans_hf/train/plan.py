@@ -2,7 +2,7 @@
 
 FLOPs are those of the matrix products that the code here computes, forward and backward, a multiply-add being two.
 Gradient checkpointing would compute the forward once more; that is not counted, as is usual where a utilisation is
-assumed. Tests hold the count against torch's own counter.
+assumed. Tests compare the count with torch's own counter.
 
 Letters: N weights, D head width, C tokens of a chunk, H heads, P persistent tokens, T tokens of a row.
 """
@@ -11,37 +11,18 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import TitansConfig
+from ..records.sizes import Sizes, count_parameters, empty_model
+from .gpus import GPUS
 from .recipe import Recipe
 
-# Dense bfloat16 TFLOP/s and GB, from the makers' data sheets: NVIDIA's for A100 SXM, H100 SXM, H200 SXM, HGX B200, L40S
-# and GeForce RTX 4090 (sums in float32), AMD's for MI300X. Where a sheet states sparse figures, half of them.
-GPUS = {
-    "a100": (312, 80),
-    "h100": (989, 80),
-    "h200": (989, 141),
-    "b200": (2250, 180),
-    "l40s": (362, 48),
-    "rtx4090": (165, 24),
-    "mi300x": (1307, 192),
-}
-# What a layer keeps for its backward, in bytes per token and unit of width, beside chunk starts and feed-forward:
+# Bytes that a layer keeps for its backward, per token and unit of width, without chunk starts and feed-forward:
 # measured on the 170m presets, and a Llama of that width, under bfloat16 autocast.
 KEPT_BY_MIXER = {"mac": 145, "mag": 182, "mal": 166, "lmm": 56, "llama": 34}
 BYTES_PER_LOGIT = 12  # in bfloat16 and float32, their log-softmax and its gradient
-
-
-@dataclass
-class Sizes:
-    """Parameters of a model: all of them, those outside of the embeddings, those of one layer."""
-
-    parameters: int
-    without_embeddings: int
-    per_layer: int
 
 
 @dataclass
@@ -71,19 +52,6 @@ class Batch:
         return self.rows * self.accumulation * self.processes * self.length
 
 
-def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
-def count_parameters(model: PreTrainedModel) -> Sizes:
-    total = model.num_parameters()
-    outside = {id(p): p.numel() for p in model.get_input_embeddings().parameters()}
-    outside |= {id(p): p.numel() for p in model.get_output_embeddings().parameters()}
-    layer = sum(p.numel() for p in model.model.layers[0].parameters())
-    return Sizes(total, total - sum(outside.values()), layer)
-
-
 def product_flops(model: PreTrainedModel) -> int:
     """`6 N` per token: 2 N forward and 4 N backward for the N weights of linear layers, the head's included.
 
@@ -105,17 +73,17 @@ def mixer_of(config: PreTrainedConfig) -> str:
 
 
 def memory_flops(config: PreTrainedConfig) -> int:
-    """The inner loop, per token of all layers. With |M| the weights of a head's memory and |M'| those behind its first
+    """The inner loop, per token of all layers. With |M| the weights of a head's memory and |M'| those after its first
     layer, multiply-adds per token and head are
 
         write     |M| + |M'|             keys forward, errors back: the inner gradient (Eq. 12)
         update    2 |M|                  into weights and momentum (Eqs. 13 and 14)
         read      2 |M| + C w            through both, and through the chunk's own gradients (Eq. 15)
-        gates     C (C + 2)              what each gradient is worth to each later token
+        gates     C (C + 2)              the weight of each gradient for each later token
 
     where `w` sums the widths at both ends of every layer. The backward computes write, read and gates again, and then
     takes `8 |M| + 2 C w` for read and update, `2 |M| + 2 |M'|` for the write, a gradient through a gradient, and twice
-    the gates. MAC asks the memory once more for every token, `|M|` forward and `2 |M|` backward.
+    the gates. MAC reads the memory once more for every token, `|M|` forward and `2 |M|` backward.
     """
     if mixer_of(config) == "llama":
         return 0
@@ -139,9 +107,9 @@ def memory_layers(config: TitansConfig) -> list[tuple[int, int]]:
 def attention_flops(config: PreTrainedConfig, length: int, half: bool) -> int:
     """Scores and weighted values, per token of all layers, three times for forward and backward.
 
-    A MAC token meets P + 2 segments of keys. A MAG or MAL token of a row longer than its window meets P keys and three
-    blocks of half a window; the prefix's scores take further channels (`SlidingAttention._lay_out`). A Llama token
-    meets all keys of its row.
+    A MAC token attends to P + 2 segments of keys. A MAG or MAL token of a row longer than its window attends to P keys
+    and three blocks of half a window; the prefix's scores take further channels (`SlidingAttention._lay_out`). A Llama
+    token attends to all keys of its row.
     """
     if mixer_of(config) == "lmm":
         return 0
@@ -186,7 +154,7 @@ def state_bytes(sizes: Sizes, gpus: int) -> int:
 
 
 def gathered_bytes(sizes: Sizes, gpus: int) -> int:
-    """Under FSDP2, what is whole at a time, in bfloat16: the embeddings, two layers and a layer's gradient."""
+    """Under FSDP2, what is unsharded at a time, in bfloat16: the embeddings, two layers and a layer's gradient."""
     return 0 if gpus == 1 else 2 * (sizes.parameters - sizes.without_embeddings + 3 * sizes.per_layer)
 
 
@@ -231,7 +199,7 @@ class Plan:
     def days(self) -> float | None:
         if self.gpu is None:
             return None
-        speed = GPUS[self.gpu][0] * 1e12 * self.utilisation * self.batch.processes
+        speed = GPUS[self.gpu].bf16 * self.utilisation * self.batch.processes
         return self.training_flops / speed / 86_400
 
     def rows(self) -> dict[str, str]:
@@ -251,12 +219,13 @@ class Plan:
             + f", about {_gb(self.activations)} activations (estimate)",
         }
         if self.gpu is not None:
-            peak, room = GPUS[self.gpu]
-            if total > room * 1e9:
-                rows["memory per device"] += f"; more than the {room} GB of a {self.gpu}: lower rows_per_device"
+            gpu = GPUS[self.gpu]
+            if total > gpu.room * 1e9:
+                rows["memory per device"] += f"; more than the {gpu.room} GB of a {self.gpu}: lower rows_per_device"
             rows["time"] = (
-                f"{self.days:.2f} days ({24 * self.days:.1f} hours) on {b.processes} x {self.gpu} of {peak} TFLOP/s "
-                f"at an assumed utilisation of {self.utilisation:.0%}, which nobody has measured"
+                f"{self.days:.2f} days ({24 * self.days:.1f} hours) on {b.processes} x {self.gpu} of "
+                f"{gpu.bf16 / 1e12:.0f} TFLOP/s at an assumed utilisation of {self.utilisation:.0%}, "
+                "which nobody has measured"
             )
         return rows
 
@@ -275,12 +244,12 @@ def _share(part: int, flops: Flops) -> str:
 
 
 def make_plan(recipe: Recipe, processes: int) -> Plan:
-    """The plan of a recipe on so many processes."""
+    """The plan of a recipe on a number of processes."""
     training, data, hardware = recipe.training, recipe.data, recipe.hardware
     if hardware.gpu is not None and hardware.gpu not in GPUS:
         raise ValueError(f"`hardware.gpu` must be one of {', '.join(GPUS)}, or null; got {hardware.gpu!r}")
     batch = split_batch(training.batch_tokens, training.rows_per_device, processes, data.sequence_length)
-    model = empty_model(recipe.model_config())
+    model = empty_model(recipe.configuration())
     sizes = count_parameters(model)
     return Plan(
         model=recipe.model.preset

@@ -6,13 +6,12 @@
     accelerate launch --config_file scripts/recipes/accelerate/one-node.yaml \\
         scripts/train/pretrain.py scripts/recipes/paper-15b.yaml
 
-A recipe's `out` gets `model/` with its tokenizer (complete or not there), `training.json`, `loss.png`, `recipe.yaml`
-and `checkpoints/`. `--resume` goes on from the last complete checkpoint, with the same data in the same order, to the
-weights of a run that was never interrupted. Ctrl-C ends the run behind its present step, with a checkpoint.
+A recipe's `out` gets `model/` with its tokenizer (written completely or not at all), `training.json`, `loss.png`,
+`recipe.yaml` and `checkpoints/`. `--resume` continues from the last complete checkpoint, with the same data in the same
+order, and ends with the weights of an uninterrupted run. Ctrl-C ends the run after the current step, with a checkpoint.
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -27,7 +26,7 @@ from datasets.distributed import split_dataset_by_node
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TrainerState, TrainingArguments, set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from ..records.record import write_record
+from ..records.files import write_record
 from ..snapshots import whole_file
 from .outputs import StopOnSignal, check_trackers, draw_losses, whole_folder
 from .plan import Plan, make_plan
@@ -49,7 +48,7 @@ MAY_CHANGE = (  # between a run and its resumption: what the weights do not depe
 
 @dataclass
 class Run:
-    """A recipe, checked, with its place on disk and among processes."""
+    """A checked recipe, its folder, and the rank of this process."""
 
     recipe: Recipe
     plan: Plan
@@ -67,7 +66,7 @@ class Run:
 
     @property
     def place(self) -> dict:
-        """Where this process's stream goes on."""
+        """The position at which this process's stream continues."""
         if self.checkpoint is None:
             return START
         return json.loads((self.checkpoint / f"place-{self.rank}.json").read_text())
@@ -78,7 +77,7 @@ class Run:
 
 
 def begin(recipe: Recipe, plan: Plan, resume: bool) -> Run:
-    """Check what is in the way, or find the checkpoint to go on from."""
+    """The run of a recipe, with the checkpoint to resume from; a `ValueError` if it cannot start."""
     run = Run(recipe, plan, Path(recipe.out), int(os.environ.get("RANK", 0)))
     check_trackers(recipe.training.report_to, "training.report_to")
     saved = run.out / "recipe.yaml"
@@ -129,7 +128,7 @@ def training_arguments(run: Run) -> TrainingArguments:
         report_to=t.report_to,
         seed=run.recipe.seed,
         remove_unused_columns=False,
-        ignore_data_skip=True,  # the stream begins at its place by itself
+        ignore_data_skip=True,  # the stream starts at its own position
         ddp_find_unused_parameters=False,
         use_cpu=not torch.accelerator.is_available(),
     )
@@ -138,7 +137,7 @@ def training_arguments(run: Run) -> TrainingArguments:
 def open_data(run: Run) -> tuple[PreTrainedTokenizerBase, list[dict]]:
     """The tokenizer, as the run began with it, and the rows to evaluate on."""
     recipe, data, held_out, saved = run.recipe, run.recipe.data, run.recipe.held_out, run.out / "tokenizer"
-    vocab_size = recipe.model_config().vocab_size
+    vocab_size = recipe.configuration().vocab_size
     if saved.exists():
         tokenizer = load_tokenizer(saved, vocab_size)
     else:
@@ -147,7 +146,7 @@ def open_data(run: Run) -> tuple[PreTrainedTokenizerBase, list[dict]]:
 
 
 def prepare_folder(run: Run, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The recipe and the tokenizer on disk, for other processes and for a resumption; nothing that was cut short."""
+    """Write the recipe and the tokenizer, for other processes and for `--resume`; remove incomplete checkpoints."""
     run.out.mkdir(parents=True, exist_ok=True)
     for folder in run.checkpoints.glob("checkpoint-*"):
         if not (folder / COMPLETE).exists():
@@ -169,7 +168,7 @@ def build_trainer(
     if run.is_trained:
         model = AutoModelForCausalLM.from_pretrained(run.checkpoint, dtype=torch.float32)
     else:
-        model = AutoModelForCausalLM.from_config(recipe.model_config(**tokens), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(recipe.configuration(**tokens), dtype=torch.float32)
     return StreamTrainer(
         model,
         arguments,
@@ -183,7 +182,7 @@ def build_trainer(
 
 
 def train(run: Run, trainer: StreamTrainer) -> None:
-    """To the last step; a signal ends the script here."""
+    """Train to the last step; a signal ends the script here."""
     if run.is_trained:  # Trainer would take one step more
         trainer.state = TrainerState.load_from_json(str(run.checkpoint / "trainer_state.json"))
         return
@@ -201,7 +200,7 @@ def write_training_record(run: Run, trainer: StreamTrainer, held_out_perplexity:
     """What the model's card says of its training."""
     write_record(
         run.out / "training",
-        recipe=dataclasses.asdict(run.recipe),
+        recipe=run.recipe.model_dump(),
         parameters=run.plan.sizes.parameters,
         steps=trainer.state.global_step,
         tokens=trainer.state.global_step * run.plan.batch.tokens,
@@ -237,7 +236,7 @@ def finish(run: Run, trainer: StreamTrainer) -> None:
 
 
 def start(args: argparse.Namespace) -> None:
-    """Check everything, then train; what the user can mend ends in one line."""
+    """Check everything, then train; a mistake of the user's ends in one line."""
     try:
         recipe = load_recipe(args.recipe, args.settings)
         plan = make_plan(recipe, recipe.hardware.gpus if args.dry_run else int(os.environ.get("WORLD_SIZE", 1)))
@@ -265,10 +264,10 @@ def start(args: argparse.Namespace) -> None:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path, help="a YAML file such as scripts/recipes/debug-cpu.yaml")
-    parser.add_argument("settings", nargs="*", metavar="section.field=value", help="what is to differ from the recipe")
+    parser.add_argument("settings", nargs="*", metavar="section.field=value", help="fields that differ from the recipe")
     parser.add_argument("--preset", help="short for model.preset=...")
-    parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint in `out`")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan, on the recipe's `hardware`, and end")
+    parser.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint in `out`")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan on the recipe's `hardware` and exit")
     args = parser.parse_intermixed_args(argv)
     if args.preset:
         args.settings.append(f"model.preset={args.preset}")
@@ -277,8 +276,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the script itself says what is wrong
-    disable_progress_bar()  # of saving and loading; the bar to watch is the training's
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the script has messages of its own
+    disable_progress_bar()  # of saving and loading; training has its own
     try:
         start(args)
     except KeyboardInterrupt:

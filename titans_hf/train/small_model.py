@@ -1,7 +1,7 @@
 """The small model of the tour, and how it is trained in two minutes on a CPU.
 
 Training mixes two kinds of rows: text, and facts to be remembered (see facts.py). The first fifth of the steps is facts
-alone: recall is learned in seconds when nothing else asks for attention, and hardly at all once the text does.
+alone: recall is learned in seconds from facts alone, and hardly at all once text is mixed in.
 
 Axis letters: B rows of a batch, N tokens of a text or row.
 """
@@ -11,42 +11,40 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.optim.lr_scheduler import LRScheduler
 from tqdm import trange
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, get_wsd_schedule
 
-from .. import TitansConfig, TitansForCausalLM
-from ..records.record import plots
+from .. import TitansForCausalLM
+from ..records.files import plots
 from .facts import Facts, stretches
+from .small_titans import small_titans
 
 WINDOW = 32
 ROW_LENGTH = 128
 TEXT_ROWS, FACT_ROWS = 5, 3  # of a batch
 FACTS = 8
-FIRST_FACTS, FIRST_ROWS, FIRST_LENGTH = 6, 32, 66  # of a batch while facts are all there is
+FIRST_FACTS, FIRST_ROWS, FIRST_LENGTH = 6, 32, 66  # of a batch with facts alone
 FACTS_ALONE = 0.2  # of the training
 PEAK_LR = 6e-3
 
 
 def build_model(variant: str, tokenizer: PreTrainedTokenizerBase) -> TitansForCausalLM:
-    config = TitansConfig(
-        variant=variant,
-        vocab_size=len(tokenizer),
+    return small_titans(
+        variant,
+        len(tokenizer),
         hidden_size=128,
+        seed=None,
         intermediate_size=320,
-        num_hidden_layers=2,
         num_attention_heads=4,
         segment_size=WINDOW,
         sliding_window=WINDOW,
-        num_persistent_tokens=4,
         memory_chunk_size=16,
-        memory_depth=2,
         memory_expansion=1,
-        initializer_range=128**-0.5,  # transformers' 0.02 suits widths in the thousands
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return TitansForCausalLM(config)
 
 
 def training_batch(tokens: torch.Tensor, facts: Facts, alone: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,19 +59,17 @@ def training_batch(tokens: torch.Tensor, facts: Facts, alone: bool) -> tuple[tor
     return torch.cat((text, ids)), torch.cat((torch.ones_like(text), torch.where(asked, 5.0, 0.2)))
 
 
-def learning_rate(spent: float, warmup: float = 0.05) -> float:
-    """A short linear warm-up, then half a cosine down to a tenth of the peak."""
-    if spent < warmup:
-        return PEAK_LR * (0.1 + 0.9 * spent / warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * (spent - warmup) / (1 - warmup)))
-    return PEAK_LR * (0.1 + 0.9 * cosine)
+def make_schedule(optimizer: torch.optim.Optimizer, steps: int) -> LRScheduler:
+    """A linear warm-up over a twentieth of the steps, then half a cosine; both ends are a tenth of the peak."""
+    warmup = 0.05 * steps
+    return get_wsd_schedule(optimizer, warmup, steps - warmup, num_stable_steps=0, min_lr_ratio=0.1)
 
 
 def train_model(model: TitansForCausalLM, tokens: torch.Tensor, facts: Facts, steps: int) -> list[dict]:
     """Train, and return a point of the loss curve for every step."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
-    curve = []
+    schedule, curve = make_schedule(optimizer, steps), []
     for step in (bar := trange(steps, desc="training")):
         alone = step < FACTS_ALONE * steps
         ids, weight = training_batch(tokens, facts, alone)
@@ -83,9 +79,8 @@ def train_model(model: TitansForCausalLM, tokens: torch.Tensor, facts: Facts, st
         loss = (losses * weight).sum() / weight.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step / steps)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         point = {"facts": losses[weight == weight.max()].mean().item()}
         if not alone:

@@ -1,4 +1,4 @@
-"""transformers' Trainer on an endless stream of rows: checkpoints that know their place in it, and the perplexity."""
+"""transformers' Trainer on an endless stream of rows: checkpoints with their position in it, and the perplexity."""
 
 import json
 import math
@@ -13,11 +13,11 @@ from ..snapshots import whole_file
 from .outputs import leave_signals_to_the_parent
 from .token_stream import START, stack_rows
 
-COMPLETE = "complete.json"  # written last: a checkpoint without it was cut short
+COMPLETE = "complete.json"  # written last: a checkpoint without it is incomplete
 
 
 class StreamTrainer(Trainer):
-    """A Trainer that knows its place in the stream: each process reads documents of its own and notes where it is."""
+    """A Trainer that tracks its position in the stream. Each process reads its own documents."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -25,7 +25,7 @@ class StreamTrainer(Trainer):
         self.add_callback(Completion(self))
 
     def get_train_dataloader(self) -> DataLoader:
-        """Not through accelerate, which would have one process read for all, or all read everything."""
+        """Without accelerate, which would let one process read for all, or all processes read everything."""
         return DataLoader(
             self.train_dataset,
             batch_size=self._train_batch_size,
@@ -42,12 +42,12 @@ class StreamTrainer(Trainer):
         return batches, items
 
     def get_decay_parameter_names(self, model) -> list[str]:
-        """Those of matrices: a norm, a bias or a memory's start at zero would not be simple, but switched off."""
+        """Matrices alone: decay would pull norms, biases and the memory's start towards zero, and switch them off."""
         return [f"{name}.weight" for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
 
 
 class Completion(TrainerCallback):
-    """Adds every process's place in the stream to a checkpoint, and then the mark that it is complete."""
+    """Adds every process's position in the stream to a checkpoint, then the mark that it is complete."""
 
     def __init__(self, trainer: StreamTrainer):
         self.trainer = trainer
@@ -62,7 +62,7 @@ class Completion(TrainerCallback):
 
 
 def sum_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Per row, [B, 2]: the sum of its tokens' losses, and how many they are."""
+    """Per row, [B, 2]: the sum of its tokens' losses, and their number."""
     labels = labels[:, 1:]
     losses = nn.functional.cross_entropy(logits[:, :-1].float().transpose(1, 2), labels, reduction="none")
     return torch.stack((losses.sum(1), (labels != -100).sum(1)), dim=1)

@@ -1,8 +1,8 @@
 """Documents from files, from the Hub or from Python itself, as an endless stream of rows without padding.
 
-Documents are read one by one, never all at once. Each is tokenised and closed by the end token; laid end to end they
-are cut into rows. When the last document is read, the first follows again. Every row carries the place in the stream
-behind it, so that a run can go on there in another process without reading what came before.
+Documents are read one by one. Each is tokenised and ends with the end token; their concatenation is cut into rows.
+After the last document the first follows again. Every row carries the position in the stream after it, so that a run
+can resume there without reading what came before.
 """
 
 import glob
@@ -19,13 +19,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from .corpus import read_documents, train_tokenizer
 from .recipe import DataSection, TokenizerSection
 
-START = {"epoch": 0, "documents": None, "skip": 0}  # the place before the first token
+START = {"epoch": 0, "documents": None, "skip": 0}  # the position before the first token
 SAMPLE_BY = {"file": "document", "paragraph": "paragraph", "line": "line"}  # as datasets calls them
 TOKENIZER_DOCUMENTS = 20_000  # what a tokenizer is trained on, at most
 
 
 def open_documents(data: DataSection) -> datasets.IterableDataset:
-    """The documents as a streamed dataset; the text stands in `data.column`."""
+    """The documents as a streamed dataset; the text is in `data.column`."""
     if data.source == "python":
         documents = datasets.Dataset.from_dict({data.column: read_documents()}).to_iterable_dataset(num_shards=4)
     else:
@@ -36,7 +36,7 @@ def open_documents(data: DataSection) -> datasets.IterableDataset:
             raise ValueError(f"`data.path`: cannot open {data.path!r}: {reason}") from error
     if data.shuffle_seed is None:
         return documents
-    # The order of the files alone: a buffer of shuffled documents would be lost when a run goes on elsewhere.
+    # Files alone are shuffled: a buffer of shuffled documents would be lost when a run is resumed.
     return documents.shuffle(seed=data.shuffle_seed, buffer_size=1, max_buffer_input_shards=1)
 
 
@@ -67,7 +67,7 @@ def _read(documents: datasets.IterableDataset) -> Iterator[dict]:
 
 
 def is_held_out(text: str, one_in: int) -> bool:
-    """Whether a document is kept for evaluation. Its text decides: equal documents always fall on the same side."""
+    """Whether a document is held out. Its text decides, so equal documents are always treated alike."""
     return zlib.crc32(text.encode("utf-8", "surrogatepass")) % one_in == 0
 
 
@@ -98,17 +98,17 @@ def load_tokenizer(name: str | Path, vocab_size: int) -> PreTrainedTokenizerBase
 
 
 def encode_document(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """What the tokenizer makes of a text, a start token included if it has one, and the end token."""
+    """The tokens of a text, with the tokenizer's start token if it has one, and the end token."""
     ids = tokenizer(text, verbose=False)["input_ids"]
     return ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
 
 
 def cut_rows(documents: Iterable[tuple[dict, list[int]]], data: DataSection, skip: int = 0) -> Iterator[dict]:
-    """Documents laid end to end and cut into rows: the model's inputs, and the `place` behind each row.
+    """Documents concatenated and cut into rows: the model's inputs, and the `place` after each row.
 
     Args:
-        documents: each with the place before it.
-        skip: tokens of the first document that an earlier row has had.
+        documents: each with the position before it.
+        skip: tokens of the first document that earlier rows contain.
     """
     ids, starts = [], []  # the open row, and where documents begin in it
     for before, document in documents:
@@ -124,7 +124,7 @@ def cut_rows(documents: Iterable[tuple[dict, list[int]]], data: DataSection, ski
 
 
 def _inputs(ids: list[int], starts: list[int], reset: bool) -> dict[str, torch.Tensor]:
-    """With `reset`, positions start again at each document, and none is asked of the document before it."""
+    """With `reset`, positions restart at each document, whose first token is not predicted from the one before."""
     row = torch.tensor(ids)
     inputs = {"input_ids": row, "labels": row.clone()}
     if reset:
@@ -136,12 +136,12 @@ def _inputs(ids: list[int], starts: list[int], reset: bool) -> dict[str, torch.T
 
 
 class TokenStream(IterableDataset):
-    """The training documents as rows, for ever, from a place on.
+    """An endless stream of rows of the training documents, from a position on.
 
     Args:
         documents: those of this process (`split_dataset_by_node`).
         one_in: which documents are left out; see `is_held_out`.
-        place: what an earlier row had as its `place`.
+        place: the `place` of an earlier row.
     """
 
     def __init__(self, documents, tokenizer, data: DataSection, one_in: int, place: dict = START):
@@ -168,7 +168,7 @@ class TokenStream(IterableDataset):
 
 
 def held_out_rows(documents, tokenizer, data: DataSection, one_in: int, rows: int) -> list[dict]:
-    """Rows of held-out documents, as many as asked for or as one pass over the documents fills."""
+    """Rows of held-out documents: `rows` of them, or as many as one pass over the documents fills."""
     kept = (text for text in texts(documents, data.column) if is_held_out(text, one_in))
     cut = cut_rows((({}, encode_document(tokenizer, text)) for text in kept), data)
     found = [{name: x for name, x in row.items() if name != "place"} for row in islice(cut, rows)]
@@ -181,7 +181,7 @@ def held_out_rows(documents, tokenizer, data: DataSection, one_in: int, rows: in
 
 
 def stack_rows(rows: list[dict]) -> dict:
-    """A batch of rows, with the place behind the last one."""
+    """A batch of rows, with the position after the last one."""
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name != "place"}
     if "place" in rows[0]:
         batch["place"] = rows[-1]["place"]

@@ -1,0 +1,1 @@
+"""Experiments: recall, stability, losses by place, and the tour. `scripts/` holds the mains."""
