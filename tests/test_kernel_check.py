@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from titans_hf import MemoryState, memory_ops, neural_memory
+from titans_hf.memory_closed_form import gradient_factors
+from titans_hf.memory_rule import Rule
 
 kernels = pytest.importorskip("titans_kernels", reason="triton is not installed (pip install titans-hf[kernels])")
 import triton  # noqa: E402
@@ -290,7 +292,7 @@ def test_no_token_of_the_case_is_near_the_cap(shape):
     weights, momentum, tokens = data.matrices(1.0), data.matrices(0.1), data.tokens(self_check.N, shape.chunk)
     ratios = []
     for n in range(self_check.N):
-        factors = memory_ops.gradient_factors(weights, tokens[1][:, :, n], tokens[2][:, :, n], None)
+        factors = gradient_factors(Rule(), weights, tokens[1][:, :, n], tokens[2][:, :, n])
         ratios += [a.norm(dim=-1) * g.norm(dim=-1) / self_check.CAP for a, g in zip(*factors, strict=True)]
         chunk = [x[:, :, n : n + 1] for x in tokens]
         _, weights, momentum = memory_ops.scan_chunks(weights, momentum, *chunk, None, self_check.CAP)
