@@ -28,7 +28,7 @@ class TitansConfig(PreTrainedConfig):
         variant: "mac" (memory as context), "mag" (memory as gate), "mal" (memory as layer) or "lmm" (memory alone).
         segment_size: tokens of a MAC segment; a multiple of `memory_chunk_size`.
         sliding_window: tokens a MAG or MAL token attends to, itself included.
-        num_persistent_tokens: learned tokens per layer that stand before every sequence; 0 is an ablation of Table 5.
+        num_persistent_tokens: learned tokens per layer before every sequence; 0 is an ablation of Table 5.
         memory_num_heads: memory heads, each `head_dim` wide; by default as many as attention heads.
         memory_depth: layers of the memory MLP; 1 is the linear memory of Table 5.
         memory_expansion: width of the memory's hidden layers in units of `head_dim`.

@@ -83,7 +83,7 @@ class MemoryMixer(nn.Module):
         return m, self._noted(carry, written, rows.lengths, rows, read_only)
 
     def _noted(self, carry: LayerCarry, written: Written, lengths, rows: Rows, read_only: bool) -> LayerCarry:
-        """The carry with its log up to date. A pass too long for the log is not noted: a new log starts behind it."""
+        """The carry with its log up to date. After a pass too long for the log, a new log starts."""
         if carry.log is None:
             return carry
         if rows.width > LOG_LIMIT:
@@ -282,7 +282,7 @@ class MemoryAsContext(MemoryMixer):
         return where_all(complete, weights, carry.segment_weights)
 
     def _finished(self, carry: LayerCarry, rows: Rows) -> LayerCarry:
-        """The carry for the cache: open-chunk fields present, and a new log behind a pass too long for one."""
+        """The carry for the cache: open-chunk fields present, and a new log after a pass too long for one."""
         carry = replace(carry, own=carry.own.opened(self.config.memory_chunk_size))
         too_long = carry.log is not None and rows.width > LOG_LIMIT
         return carry.restarting(rows.seen_after()) if too_long else carry

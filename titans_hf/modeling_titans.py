@@ -244,7 +244,7 @@ class TitansModel(TitansPreTrainedModel):
 
         Args:
             attention_mask: [B, T] or [B, past + T], 0 at padding, in any pattern. Padding is skipped: it shows the
-                hidden state of the row's last token before it, so generation goes on from a right-padded prompt too.
+                hidden state of the row's last token before it, so generation also works from a right-padded prompt.
             position_ids: a token's place is its rank among its document's real tokens, whatever is given here. Where
                 positions start again, a packed document starts: it gets a memory of its own. `seq_idx` and
                 `cu_seq_lens_q`, as collators make them, say the same. Packed documents leave no cache.
@@ -561,7 +561,7 @@ class TitansForSequenceClassification(GenericForSequenceClassification, TitansPr
         self.post_init()
 
 
-# Trainer (label smoothing) and pipelines ask these tables by class name; `AutoModel...register` does not fill them.
+# Trainer (label smoothing) and pipelines look class names up in these tables; `AutoModel...register` does not fill them.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["titans"] = "TitansForCausalLM"
 MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["titans"] = "TitansForSequenceClassification"
 
