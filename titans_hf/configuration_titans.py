@@ -168,6 +168,8 @@ class TitansConfig(PreTrainedConfig):
         if rope != "default" and rope not in ROPE_INIT_FUNCTIONS:
             known = ("default", *ROPE_INIT_FUNCTIONS)
             raise ValueError(f"`rope_parameters` must have a `rope_type` of {known}, got {rope!r}")
+        if rope != "proportional" and self.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError("`rope_parameters` has a `partial_rotary_factor`: every channel is rotated, leave it out")
         if self.num_persistent_tokens < 0:
             raise ValueError(f"`num_persistent_tokens` must not be negative, got {self.num_persistent_tokens}")
         if self.num_attention_heads % self.num_key_value_heads:

@@ -561,7 +561,7 @@ class TitansForSequenceClassification(GenericForSequenceClassification, TitansPr
         self.post_init()
 
 
-# Trainer (label smoothing) and pipelines look class names up in these tables; `AutoModel...register` does not fill them.
+# Trainer (label smoothing) and pipelines look names up in these tables, which `AutoModel...register` does not fill.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["titans"] = "TitansForCausalLM"
 MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["titans"] = "TitansForSequenceClassification"
 

@@ -38,7 +38,8 @@ class Cursor:
 class Tail:
     """The last `size` tokens of every row, [B, size, ...], right-aligned: the newest is last.
 
-    The buffer has room after them, so that a decoding step writes its own token and copies nothing. Under autograd, in `torch.compile`, and where rows have different numbers of new tokens, everything is copied.
+    The buffer has room after them, so that a decoding step writes its own token and copies nothing. Under autograd, in
+    `torch.compile`, and where rows have different numbers of new tokens, everything is copied.
 
     Attributes:
         buffer: what is kept in memory for it.
