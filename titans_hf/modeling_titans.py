@@ -496,7 +496,8 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
     def _assisted_decoding(self, input_ids, generation_config, inputs_tensor=None, **kwargs):
         """As in transformers, but without drafts where attention maps are returned.
 
-        transformers cuts the maps of a draft as if their columns were the text's. The tokens are the same either way.
+        transformers cuts the maps of a draft as if their columns were the text's. Greedy tokens are the same either
+        way, and sampled ones have the same distribution.
         """
         if not (generation_config.return_dict_in_generate and generation_config.output_attentions):
             return super()._assisted_decoding(
