@@ -41,7 +41,7 @@ from .carry_titans import LOG_LIMIT, REWIND
 from .configuration_titans import TitansConfig
 from .documents_titans import Documents, find_documents
 from .memory_layer import CausalConv, MemoryStart, NeuralMemory, TitansRMSNorm, WriteGates
-from .mixers_titans import MIXERS, BranchNorm, Mixed
+from .mixers_titans import MIXERS, BranchNorm
 from .rows import PackedRows
 from .surprise import SurpriseTrace, trace
 from .tails import Tail
@@ -90,20 +90,19 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         normed = self.input_layernorm(hidden_states)
         persistent = None if self.persistent is None else lambda: self.input_layernorm(self.persistent)
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        attention = carry = None
         if isinstance(rows, Documents):
-            mixed = Mixed(
-                rows.apart(normed, lambda x, own: self.mixer(x, persistent, own, None, rotary, read_only).out)
-            )
+            out = rows.apart(normed, lambda x, own: self.mixer(x, persistent, own, None, rotary, read_only)[0])
         else:
             past = None if layer is None else layer.carry
-            mixed = self.mixer(normed, persistent, rows, past, rotary, read_only, output_attentions)
-        hidden_states = hidden_states + mixed.out
+            out, attention, carry = self.mixer(normed, persistent, rows, past, rotary, read_only, output_attentions)
+        hidden_states = hidden_states + out
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         if layer is not None:
             if self.is_last:
-                mixed.carry.outputs = self._outputs(layer, hidden_states, rows)
-            layer.store(mixed.carry, rows.seen_after())
-        return hidden_states, mixed.attention
+                carry.outputs = self._outputs(layer, hidden_states, rows)
+            layer.store(carry, rows.seen_after())
+        return hidden_states, attention
 
     def _outputs(self, layer: TitansCacheLayer, hidden_states: Tensor, rows: Rows) -> Tail:
         """The last tokens' outputs: what the model says of a row whose next columns are padding."""
