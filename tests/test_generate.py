@@ -344,12 +344,14 @@ def test_generation_with_a_static_cache_equals_the_default(variant):
     assert torch.equal(static, model.generate(ids, **options))
 
 
-def test_a_compiled_model_takes_inputs_of_any_length():
+@pytest.mark.parametrize("use_cache", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_compiled_model_takes_inputs_of_any_length(use_cache):
     model, ids = tiny_model("lmm", num_hidden_layers=1), random_ids(2, 12)
     torch._dynamo.reset()
     compiled_model = torch.compile(model, backend="eager")
     for length in (12, 7, 9):
-        assert_close(compiled_model(ids[:, :length]).logits, model(ids[:, :length]).logits, 1e-9)
+        logits = compiled_model(ids[:, :length], use_cache=use_cache).logits
+        assert_close(logits, model(ids[:, :length]).logits, 1e-9)
     torch._dynamo.reset()
 
 

@@ -205,7 +205,7 @@ LONG_PLANS = {
 
 
 @pytest.mark.parametrize("plan", LONG_PLANS.values(), ids=LONG_PLANS)
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_crop_is_exact_however_long_the_cache_was_used(variant, plan, padded):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import VARIANTS, assert_close, every_variant, random_ids, tiny_model
 from transformers import DataCollatorWithFlattening
@@ -46,7 +46,6 @@ def test_packed_documents_equal_the_documents_one_by_one(variant, marks):
         assert_close(found, parameter.grad, 1e-5)  # transformers computes the loss in float32
 
 
-@settings(max_examples=25)
 @given(
     variant=st.sampled_from(VARIANTS),
     lengths=st.lists(st.lists(st.integers(1, 14), min_size=1, max_size=5), min_size=1, max_size=3),
