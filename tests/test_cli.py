@@ -104,10 +104,14 @@ def test_info_tells_the_bytes_that_a_real_cache_holds(home, variant, dtype):
     name = str(dtype).removeprefix("torch.")
     facts = json.loads(run("info", home / variant, "--json", "--dtype", name).stdout)
     model = load(home / variant, dtype)
-    cache = TitansCache(model.config)
-    for count in (1, 2, 200):
-        read(model, cache, [3] * count)
-        assert facts["cache_bytes"] == cache.nbytes
+    for field, rewind in (("cache_bytes_with_rewind", True), ("cache_bytes", False)):
+        cache = TitansCache(model.config, rewind)
+        for count in (1, 2, 200):
+            read(model, cache, [3] * count)
+            assert facts[field] == cache.nbytes
+    counters = sum(layer.seen.nbytes for layer in cache.layers)
+    assert sum(facts["cache_parts"].values()) == cache.nbytes - counters
+    assert facts["cache_parts"]["memory"] == facts["memory_state_bytes"]["all"]
     states = [layer.carry.memory for layer in cache.layers]
     memory = sum(x.nbytes for state in states for x in (*state.weights, *state.momentum))
     assert facts["memory_state_bytes"] == {"per_layer": memory // 2, "all": memory}

@@ -28,6 +28,7 @@ def test_a_preset_takes_overrides_and_unknown_names_list_the_known():
 
 
 BAD_FIELDS = [
+    ("rope_parameters", dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5))),
     ("variant", dict(variant="mem")),
     ("memory_gates", dict(memory_gates="layer")),
     ("memory_implementation", dict(memory_implementation="cuda")),

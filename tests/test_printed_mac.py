@@ -5,13 +5,13 @@ import torch
 from support import VOCAB, random_ids, tiny_model
 
 from titans_hf.attention_titans import rotate
-from titans_hf.mixers_titans import MemoryAsContext, Mixed
+from titans_hf.mixers_titans import MemoryAsContext
 
 
 class PrintedMemoryAsContext(MemoryAsContext):
-    """Eqs. 21-25 to the letter: all retrieved tokens stand before the segment, and the read comes after it."""
+    """Eqs. 21-25 as printed: all retrieved tokens stand before the segment, and the read comes after it."""
 
-    def forward(self, x, persistent, rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
+    def forward(self, x, persistent, rows, past, rotary, read_only=False, output_attentions=False):
         C, outputs = self.config.segment_size, []
         carry = self.memory.begin(x.shape[0])
         tail = carry.tail.map(lambda x: x[..., : x.shape[-1] // 3])
@@ -25,7 +25,7 @@ class PrintedMemoryAsContext(MemoryAsContext):
             _, carry, _ = self.memory(written, carry)  # Eq. 24
             q, read_tail = self.memory.queries(written, read_tail)
             outputs.append(self.combine(y, self.memory.retrieve(carry.state.current()[0], q)))
-        return Mixed(torch.cat(outputs, dim=1))  # Eq. 25
+        return torch.cat(outputs, dim=1), None, None  # Eq. 25
 
     def _causal_attention(self, context, rotary):
         positions = torch.arange(context.shape[1])

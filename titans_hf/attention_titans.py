@@ -22,18 +22,18 @@ from .tails import Tail
 
 @dataclass
 class Rows:
-    """Where the rows of a batch stand in one pass through the layers.
+    """The rows of a batch in one pass through the layers: what each has read, and what it reads now.
 
     Attributes:
         seen: [B] real tokens each row has read before.
-        lengths: [B] real tokens of this pass, at the front of each row; None means all, or that nobody will ask: what
-            stands behind a row's last token changes nothing before it, so without a cache it need not be told apart.
+        lengths: [B] real tokens of this pass, at the front of each row; None means all. It is also None without a
+            cache: tokens after a row's last real one change nothing before them, and no state is kept.
         width: token columns of this pass.
         keep: whether a cache takes over the state after this pass.
         spare: tokens that tails keep beyond what the next token needs (for `crop`); 0 where nothing is rewound.
         fresh: which rows have read nothing: True, False, or [B] where rows differ.
         reach: the most tokens that any row may have read before.
-        packed: where the tokens of the pass stood in the input, if not side by side.
+        packed: how the tokens of the pass were gathered from the input; None if the input had no padding.
     """
 
     seen: Tensor
@@ -88,7 +88,7 @@ class Rows:
         )
 
     def shared(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """What all layers need alike (masks, rotations) is made once per pass."""
+        """A value that all layers share (a mask, a rotation), made once per pass."""
         if name not in self._shared:
             self._shared[name] = make()
         return self._shared[name]
@@ -162,10 +162,10 @@ def rotate_into(out: Tensor, x: Tensor, rotation: tuple[Tensor, Tensor]) -> None
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, packed=None, **kwargs):
-    """Attention written out, with its weights: [B, H, T, D] as in transformers; the mask is True where visible.
+    """Attention in plain torch, with its weights: [B, H, T, D] as in transformers; the mask is True where visible.
 
-    With `packed`, the weights are returned by input column, and the output is computed from them as they are returned:
-    a gradient that is asked for at the returned map is there.
+    With `packed`, the weights are returned by input column, and the output is computed from the returned weights, so
+    that gradients reach them.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -188,7 +188,7 @@ def _by_column(weights: Tensor, new_keys: int, move: Callable[[Tensor], Tensor])
 
 
 def _flex_mask(mask: Tensor):
-    """A dense mask [B or 1, 1, T, K] for flex attention, whose kernels also look behind the last row and column."""
+    """A dense mask [B or 1, 1, T, K] for flex attention, whose kernels also read past the last row and column."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     B, _, T, K = mask.shape
@@ -244,8 +244,8 @@ class TitansAttention(nn.Module):
 class SlidingAttention(TitansAttention):
     """Attention to the last W tokens and to a prefix that is always visible.
 
-    Keys are kept unrotated and turned relative to the oldest key in sight. The prefix is not rotated and meets the
-    unrotated query, in channels of its own (`_lay_out`).
+    Keys are cached unrotated and rotated relative to the oldest visible key. The prefix is not rotated; its scores use
+    the unrotated query, in channels of their own (`_lay_out`).
     """
 
     def forward(
@@ -259,7 +259,7 @@ class SlidingAttention(TitansAttention):
     ) -> tuple[Tensor, Tensor | None, dict[str, Tail]]:
         """x [B, T, hidden], prefix keys and values [B, P, H_kv, D], tails of H_kv x D numbers of earlier tokens.
 
-        Returns the output [B, T, hidden], the weights [B, H, T, P + past + T] if asked for, and the window's new tails.
+        Returns the output [B, T, hidden], the weights [B, H, T, P + past + T] or None, and the window's new tails.
         """
         q = self.queries(x)
         k, v = self.keys_values(x)
@@ -281,7 +281,7 @@ class SlidingAttention(TitansAttention):
         return self.o_proj(out), weights if output_attentions else None, window
 
     def _dense(self, q, k, v, prefix, past, rows, rotary, **kwargs):
-        """All queries over all keys in sight of this pass."""
+        """All queries over all keys of this pass."""
         K = k.shape[1]
         positions = torch.arange(K, device=q.device)
         turn = rows.shared("dense rotation", lambda: rotary.at(q, positions))
@@ -290,7 +290,7 @@ class SlidingAttention(TitansAttention):
         return self.attend(q, k, v, self._see_prefix(mask, prefix), **kwargs)
 
     def _one_token(self, q, k, v, prefix, past, rows, rotary):
-        """A decoding step, without gradients. There is one query: a prefix that is turned like it meets it unturned."""
+        """A decoding step, without gradients. A prefix rotated by the one query's own angle gives unrotated scores."""
         B, K, H, D = k.shape
         P = 0 if prefix is None else prefix[0].shape[1]
         positions = torch.arange(K, device=q.device)
@@ -351,11 +351,11 @@ class SlidingAttention(TitansAttention):
         return (visible & filled[:, :, None]).flatten(0, 1)[:, None]
 
     def _lay_out(self, q, k, v, turn_q, turn_k, prefix):
-        """Queries, keys and values with the prefix in front of the keys, which the unrotated queries meet.
+        """Queries, keys and values with the prefix before the keys; its scores use the unrotated queries.
 
-        The scores of the prefix are further channels of the queries, and each of its keys picks its own. In half
-        precision, which scores would suffer from, and for flex attention, which wants round numbers, the unrotated
-        queries are further channels themselves.
+        The prefix scores are extra channels of the queries, and each prefix key selects its own channel. In half
+        precision, where scores as channels would lose digits, and for flex attention, which needs widths that are
+        multiples of 16, the unrotated queries are the extra channels instead.
         """
         turned_q, turned_k = rotate(q, turn_q), rotate(k, turn_k)
         if prefix is None:
@@ -376,11 +376,11 @@ class SlidingAttention(TitansAttention):
 class SegmentAttention(TitansAttention):
     """Attention of a segment's tokens over [persistent | retrieved | segment], each at its fixed rotary slot.
 
-    Persistent token p stands at p, retrieved token j at P + j and segment token j at P + C + j. Token i sees every
-    persistent token, and retrieved and segment tokens j <= i: nothing of its own segment's future.
+    Persistent token p has slot p, retrieved token j slot P + j and segment token j slot P + C + j. Token i sees every
+    persistent token, and retrieved and segment tokens j <= i: nothing later in its own segment.
 
-    Keys start as twice the queries, so that every token attends to itself first. The memory is written with what
-    attention returns: from an even average over the context it could not tell one token from the next.
+    Keys start as twice the queries, so that every token attends to itself first. The memory is written with the output
+    of attention: an even average over the context would make all tokens alike.
     """
 
     def keys_like_queries(self) -> Tensor:

@@ -1,7 +1,7 @@
 """The cache of a Titans model: the memory, and the short tails that attention and convolution look back on.
 
-A layer's cache has a constant size. A forward pass never changes what an earlier `LayerCarry` holds: it hands over a
-new one, so autograd can go through a carried cache.
+A layer's cache has a constant size. A forward pass returns a new `LayerCarry` and never changes an earlier one, so that
+autograd can go through a carried cache.
 
 Axis letters: B batch.
 """
@@ -273,7 +273,7 @@ class TitansCache(DynamicCache):
         return {**self.__dict__, "reader": None}
 
     def save(self, path: str | os.PathLike, model: nn.Module | None = None, note: dict[str, str] | None = None) -> None:
-        """Write all that was read as a safetensors file, from which `TitansCache.load` goes on in another process.
+        """Write the cache as a safetensors file, which `TitansCache.load` reads in another process.
 
         The file holds a fingerprint of the model that filled the cache: the one that last read, or the one given. A
         note, say where that model is, goes into the file's metadata: `snapshots.read_note` finds it, `load` ignores it.
@@ -290,7 +290,7 @@ class TitansCache(DynamicCache):
 
     @classmethod
     def load(cls, path: str | os.PathLike, model: nn.Module) -> "TitansCache":
-        """The cache that `save` wrote, for the same model: it goes on as if it had read the text itself.
+        """The cache that `save` wrote, for the same model, as if this process had read the text itself.
 
         A file of another model, of another version, or damaged, is refused with a `ValueError` that says why.
         """

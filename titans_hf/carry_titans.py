@@ -239,6 +239,22 @@ class LayerCarry:
         log = [] if self.log is None else self.log.tensors()
         return [*self.memory.tensors(), *tails, *self.fixed.values(), *(self.segment_weights or ()), *log]
 
+    def parts(self) -> dict[str, int]:
+        """The bytes of every part."""
+        state, tails = self.memory, self._all_tails()
+        convolution = [tail.buffer for name, tail in tails.items() if name.startswith("conv")]
+        attention = [tail.buffer for name, tail in tails.items() if not name.startswith("conv")]
+        found = {
+            "memory": (*state.weights, *state.momentum),
+            "where forgetting leads": state.start or (),
+            "open chunk": (*state.inputs, *state.errors, *state.gates, state.length),
+            "segment start": self.segment_weights or (),
+            "attention": (*attention, *self.fixed.values()),
+            "convolution": convolution,
+            "rewinding": () if self.log is None else self.log.tensors(),
+        }
+        return {name: sum(x.nbytes for x in xs) for name, xs in found.items()}
+
     def noting(self, written: Written, lengths: Tensor | None, read_only: bool, config) -> "LayerCarry":
         """The carry whose log has the tokens of this pass; a log that is not kept notes nothing."""
         if self.log is None:

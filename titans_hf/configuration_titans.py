@@ -28,7 +28,7 @@ class TitansConfig(PreTrainedConfig):
         variant: "mac" (memory as context), "mag" (memory as gate), "mal" (memory as layer) or "lmm" (memory alone).
         segment_size: tokens of a MAC segment; a multiple of `memory_chunk_size`.
         sliding_window: tokens a MAG or MAL token attends to, itself included.
-        num_persistent_tokens: learned tokens per layer that stand before every sequence; 0 is an ablation of Table 5.
+        num_persistent_tokens: learned tokens per layer before every sequence; 0 is an ablation of Table 5.
         memory_num_heads: memory heads, each `head_dim` wide; by default as many as attention heads.
         memory_depth: layers of the memory MLP; 1 is the linear memory of Table 5.
         memory_expansion: width of the memory's hidden layers in units of `head_dim`.
@@ -168,6 +168,8 @@ class TitansConfig(PreTrainedConfig):
         if rope != "default" and rope not in ROPE_INIT_FUNCTIONS:
             known = ("default", *ROPE_INIT_FUNCTIONS)
             raise ValueError(f"`rope_parameters` must have a `rope_type` of {known}, got {rope!r}")
+        if rope != "proportional" and self.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError("`rope_parameters` has a `partial_rotary_factor`: every channel is rotated, leave it out")
         if self.num_persistent_tokens < 0:
             raise ValueError(f"`num_persistent_tokens` must not be negative, got {self.num_persistent_tokens}")
         if self.num_attention_heads % self.num_key_value_heads:

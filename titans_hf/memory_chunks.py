@@ -108,7 +108,7 @@ class Write:
 
     Attributes:
         X, D: per layer its input and the error at its output before the cap, [G, C, in] and [G, C, out].
-        Z, U: per hidden layer its output before, and the error behind, the nonlinearity.
+        Z, U: per hidden layer its output before, and the error after, the nonlinearity.
         scale: per layer [G, C], what the cap leaves of each error; None without a cap.
     """
 

@@ -5,7 +5,7 @@ Inside a chunk the update is linear in the gradients `u_i`, which are all taken 
     M_t = A_t M_0 + B_t S_0 - sum_{i<=t} C_{t,i} u_i      and      S_t = m_t S_0 - sum_{i<=t} N_{t,i} u_i
 
 and every `u_i` is an outer product `a_i g_i^T` of a layer's input and the error at its output. A query then passes each
-layer by matrix products; no per-token weight is ever formed. Autograd differentiates these functions as they stand;
+layer by matrix products; no per-token weight is ever formed. Autograd differentiates these functions;
 `memory_chunks` and `memory_step` compute the same faster.
 
 Axis letters: B batch, H heads, n tokens of one chunk, Q queries of one call. Weights are [B, H, in, out], `M(x) = x W`.

@@ -44,7 +44,7 @@ def scan(rule: Rule, weights, momentum, start, tokens, chunks: Tensor | None = N
         weights, momentum: tuples over the memory's depth of [B, H, in, out].
         start: where forgetting leads, like the weights; None is zero.
         tokens: q, k, v [B, H, N, C, D], N chunks of C tokens, and theta, eta, alpha [B, H, N, C].
-        chunks: [B] how many of the chunks each row has; None means all. Outputs behind a row's last are unspecified.
+        chunks: [B] how many of the chunks each row has; None means all. Outputs after a row's last are unspecified.
 
     Returns:
         The outputs [B, H, N, C, D], and weights and momentum after each row's last chunk.
@@ -71,7 +71,7 @@ def extend(rule: Rule, state: MemoryState, tokens, counts: Tensor | None = None)
     Args:
         state: with its open-chunk fields.
         tokens: q, k, v [B, H, n, D] and theta, eta, alpha [B, H, n]; no more than any row's chunk has room for.
-        counts: [B] how many of the tokens each row has; None means all. Outputs behind a row's last are unspecified.
+        counts: [B] how many of the tokens each row has; None means all. Outputs after a row's last are unspecified.
 
     Returns:
         The outputs [B, H, n, D] and the state after each row's last token.
@@ -115,7 +115,7 @@ TORCH = Form("torch", scan, extend)
 
 
 def choose_form(backend: str, rule: Rule, state: MemoryState, q: Tensor, chunk_size: int) -> Form:
-    """The form that a backend stands for. What it cannot compute is refused here, before a token is read."""
+    """The form for a backend. What it cannot compute is refused here, before a token is read."""
     if backend != "triton" and (backend != "auto" or not q.is_cuda or inside_functorch()):
         return TORCH
     refusal = kernel_refusal(rule, state, q, chunk_size)
@@ -189,7 +189,7 @@ def _read_chunkwise(rule: Rule, tokens, state: MemoryState, lengths: Tensor | No
 
 
 def recall(weights: tuple[Tensor, ...], q: Tensor) -> Tensor:
-    """Ask a memory that is not being written, `M(q)`: every query [B, T, H, D] meets the same weights."""
+    """`M(q)` of a memory that is not being written: the same weights for every query [B, T, H, D]."""
     with without_autocast(q):
         y = answers(weights, q.transpose(1, 2).to(weights[0].dtype))[1][-1]
     return y.transpose(1, 2).to(q.dtype)
@@ -228,10 +228,11 @@ def neural_memory(
         max_surprise: cap on the norm of each token's gradient, per memory layer. None is the paper as printed, and
             diverges on repetitive input.
         mask: [B, T] bool, True at real tokens, in any pattern. Padding changes nothing and reads as zero.
-        backend: "recurrent" (the oracle), "torch" (the chunk form), "triton" (its kernels, on GPUs, for the shapes they
-            serve), or "auto": "triton" where it is installed and serves the tensors, "torch" elsewhere.
+        backend: "recurrent" (the token loop), "torch" (the chunk form), "triton" (its kernels, on GPUs, for the shapes
+            they serve), or "auto": "triton" where it is installed, serves the tensors and has passed a check against
+            torch at its first use (`TITANS_KERNEL_CHECK=0` skips that), "torch" elsewhere.
         lengths: [B] real tokens of each row, for rows that already hold them at the front: a cheaper `mask`. Outputs
-            behind a row's last token are then unspecified.
+            after a row's last token are then unspecified.
         rule: the update rule, in place of `max_surprise`; by default `Rule(max_surprise)`.
 
     Returns:
@@ -286,7 +287,7 @@ def _check(q, k, v, theta, eta, alpha, state, chunk_size, mask, lengths, backend
             f"`mask` must be a bool tensor of shape {tuple(q.shape[:2])}, got {mask.dtype} {tuple(mask.shape)}"
         )
     if lengths is not None and (mask is not None or lengths.shape != q.shape[:1]):
-        raise ValueError(f"`lengths` must be [{q.shape[0]}] and stand in place of `mask`, not beside it")
+        raise ValueError(f"`lengths` must be [{q.shape[0]}] and replaces `mask`: pass one of them")
     _check_state(state, q, chunk_size)
 
 

@@ -64,7 +64,7 @@ class Rule:
 
 
 def rule_of(config) -> Rule:
-    """The rule that a `TitansConfig` asks for."""
+    """The rule of a `TitansConfig`."""
     return Rule(max_surprise=config.memory_max_surprise)
 
 

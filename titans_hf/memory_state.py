@@ -136,7 +136,7 @@ def where_all(rows: Tensor, xs: tuple[Tensor, ...], ys: tuple[Tensor, ...]) -> t
 
 
 def _fill_slots(buffer: Tensor, new: Tensor, length: Tensor) -> Tensor:
-    """Put `new` [B, H, n, ...] behind the first `length` [B] slots of `buffer` [B, H, C, ...]."""
+    """Put `new` [B, H, n, ...] after the first `length` [B] slots of `buffer` [B, H, C, ...]."""
     slot = torch.arange(buffer.shape[2], device=buffer.device) - length[:, None]  # [B, C]
     shape = (slot.shape[0], 1, slot.shape[1], *[1] * (buffer.dim() - 3))
     index = slot.clamp(0, new.shape[2] - 1).view(shape)

@@ -26,7 +26,7 @@ SHARED = ("weights", "momentum", "inputs", "errors", "gates", "length")  # field
 def step(rule: Rule, state: MemoryState, q: Tensor, k: Tensor, v: Tensor, gates) -> tuple[Tensor, MemoryState] | None:
     """Write a token into the open chunk of every row, then read it: q, k, v [B, H, 1, D], gates [B, H, 1].
 
-    Returns the outputs [B, H, 1, D] and the next state, or None where rows stand at different places of their chunks.
+    Returns the outputs [B, H, 1, D] and the next state, or None where rows are at different places of their chunks.
     """
     writer = _writer_of(state)
     if writer is None:
@@ -98,7 +98,7 @@ class ChunkWriter:
         return cls(batch, widths, layers, slots, of_M, of_S, filled, Cursor(filled), fields)
 
     def attach(self, length: Tensor, start) -> MemoryState:
-        """The state that this writer goes on from."""
+        """The state whose next token this writer writes."""
         fields = {**self.fields, "length": length}
         return MemoryState(**fields, start=start, writer=replace(self, fields=fields))
 

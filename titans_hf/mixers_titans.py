@@ -5,7 +5,7 @@ tokens at the front (`Rows`), so that padding is never computed on and never wri
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -39,15 +39,8 @@ class Combine(nn.Module):
         return self.norm_y(y) * torch.sigmoid(self.norm_m(m))
 
 
-@dataclass
-class Mixed:
-    """What a mixer returns: its output, its attention weights, and what the cache keeps."""
-
-    out: Tensor
-    attention: Tensor | None = None
-    carry: LayerCarry | None = None
-
-
+# What a mixer returns: its output [B, T, hidden], its attention weights if it has any, and what the cache keeps.
+Mixed = tuple[Tensor, Tensor | None, LayerCarry]
 Persistent = Callable[[], Tensor]  # makes the normed persistent tokens [P, hidden], where they are needed
 
 PREFIX = ("prefix_keys", "prefix_values")  # what a carry keeps of the persistent tokens for attention
@@ -83,7 +76,7 @@ class MemoryMixer(nn.Module):
         return m, self._noted(carry, written, rows.lengths, rows, read_only)
 
     def _noted(self, carry: LayerCarry, written: Written, lengths, rows: Rows, read_only: bool) -> LayerCarry:
-        """The carry with its log up to date. A pass too long for the log is not noted: a new log starts behind it."""
+        """The carry with its log up to date. After a pass too long for the log, a new log starts."""
         if carry.log is None:
             return carry
         if rows.width > LOG_LIMIT:
@@ -111,7 +104,7 @@ class MemoryAlone(MemoryMixer):
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
         carry = rows.start(past, lambda: self.begin(persistent, rows))
         out, carry = self._remember(x, carry, rows, read_only)
-        return Mixed(out, None, carry)
+        return out, None, carry
 
 
 class MemoryAsGate(MemoryMixer):
@@ -139,7 +132,7 @@ class MemoryAsGate(MemoryMixer):
         m, carry = self._remember(x, carry, rows, read_only)
         prefix, window = _pair(carry.fixed), self._window(carry)
         y, weights, window = self.attention(x, prefix, window, rows, rotary, output_attentions)
-        return Mixed(self.combine(y, m), weights, replace(carry, tails=window))
+        return self.combine(y, m), weights, replace(carry, tails=window)
 
 
 class MemoryAsLayer(MemoryMixer):
@@ -168,7 +161,7 @@ class MemoryAsLayer(MemoryMixer):
         m, carry = self._remember(x, carry, rows, read_only)
         prefix, window = _pair(carry.fixed), self._window(carry)
         y, weights, window = self.attention(self.norm(x + m), prefix, window, rows, rotary, output_attentions)
-        return Mixed(m + y, weights, replace(carry, tails=window))
+        return m + y, weights, replace(carry, tails=window)
 
 
 def _kept(keys_values: tuple[Tensor, Tensor], dtype: torch.dtype, batch_size: int) -> dict[str, Tensor]:
@@ -183,21 +176,6 @@ def _pair(fixed: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
 
 
 SEGMENT_TAILS = ("segment_keys", "segment_values")  # of pairs: the retrieved token, and the segment's own
-
-
-@dataclass
-class Piece:
-    """Tokens of one pass that lie in one segment.
-
-    Attributes:
-        part: which tokens of the pass they are.
-        places: [B] tokens that each row's open segment had before.
-        closes: whether they close a segment that an earlier pass has opened.
-    """
-
-    part: Part
-    places: Tensor
-    closes: bool = False
 
 
 class MemoryAsContext(MemoryMixer):
@@ -234,22 +212,26 @@ class MemoryAsContext(MemoryMixer):
             maps.append(weights)
         if rows.keep:
             carry = self._finished(carry, rows)
-        return Mixed(_joined(cut, outputs), self._joined_maps(cut, maps, rows), carry)
+        return _joined(cut, outputs), self._joined_maps(cut, maps, rows), carry
 
-    def _pieces(self, cut: GridCut, places: Tensor | None, rows: Rows) -> Iterator[Piece]:
-        """The pass in pieces that end where a segment ends."""
+    def _pieces(self, cut: GridCut, places: Tensor | None, rows: Rows) -> Iterator[tuple[Part, Tensor, bool]]:
+        """The pass in pieces of one segment each.
+
+        Yields the tokens of the piece, how many [B] tokens each row's segment had before them, and whether an earlier
+        pass has opened that segment.
+        """
         C, at_boundary = self.config.segment_size, torch.zeros_like(rows.seen)
         if cut.head.width:
-            yield Piece(cut.head, places, closes=True)
+            yield cut.head, places, True
         for n in range(cut.cells.width // C):
-            yield Piece(cut.cells.cell(n, C), at_boundary)
+            yield cut.cells.cell(n, C), at_boundary, False
         if cut.rest.width:
-            yield Piece(cut.rest, at_boundary)
+            yield cut.rest, at_boundary, False
 
-    def _piece(self, piece: Piece, tokens, carry: LayerCarry, rows: Rows, rotary, read_only, output_attentions):
+    def _piece(self, piece, tokens, carry: LayerCarry, rows: Rows, rotary, read_only, output_attentions):
         """Retrieve, attend, write and read (Eqs. 21-25) for tokens of one segment."""
-        retrieval, q, k, v = piece.part.of(tokens)
-        counts, places = piece.part.counts, piece.places
+        part, places, is_open = piece
+        (retrieval, q, k, v), counts = part.of(tokens), part.counts
         C, P, T = self.config.segment_size, self.config.num_persistent_tokens, q.shape[1]
         slots = places[:, None] + torch.arange(T, device=q.device)
         retrieved_at, segment_at = rotary.at(q, P + slots), rotary.at(q, P + C + slots)
@@ -258,7 +240,7 @@ class MemoryAsContext(MemoryMixer):
         kv = [torch.stack(pair, dim=2) for pair in ((rotate(h_k, retrieved_at), rotate(k, segment_at)), (h_v, v))]
         tails, past = {}, 0
         if rows.keep:
-            past = min(C - 1, rows.reach) if piece.closes else 0
+            past = min(C - 1, rows.reach) if is_open else 0
             for i, name in enumerate(SEGMENT_TAILS):
                 extended, tails[name] = carry.tails[name].go_on(kv[i], counts)
                 kv[i] = extended[:, extended.shape[1] - past - T :]
@@ -282,7 +264,7 @@ class MemoryAsContext(MemoryMixer):
         return where_all(complete, weights, carry.segment_weights)
 
     def _finished(self, carry: LayerCarry, rows: Rows) -> LayerCarry:
-        """The carry for the cache: open-chunk fields present, and a new log behind a pass too long for one."""
+        """The carry for the cache: open-chunk fields present, and a new log after a pass too long for one."""
         carry = replace(carry, own=carry.own.opened(self.config.memory_chunk_size))
         too_long = carry.log is not None and rows.width > LOG_LIMIT
         return carry.restarting(rows.seen_after()) if too_long else carry

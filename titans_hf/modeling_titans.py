@@ -41,7 +41,7 @@ from .carry_titans import LOG_LIMIT, REWIND
 from .configuration_titans import TitansConfig
 from .documents_titans import Documents, find_documents
 from .memory_layer import CausalConv, MemoryStart, NeuralMemory, TitansRMSNorm, WriteGates
-from .mixers_titans import MIXERS, BranchNorm, Mixed
+from .mixers_titans import MIXERS, BranchNorm
 from .rows import PackedRows
 from .surprise import SurpriseTrace, trace
 from .tails import Tail
@@ -90,20 +90,19 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         normed = self.input_layernorm(hidden_states)
         persistent = None if self.persistent is None else lambda: self.input_layernorm(self.persistent)
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        attention = carry = None
         if isinstance(rows, Documents):
-            mixed = Mixed(
-                rows.apart(normed, lambda x, own: self.mixer(x, persistent, own, None, rotary, read_only).out)
-            )
+            out = rows.apart(normed, lambda x, own: self.mixer(x, persistent, own, None, rotary, read_only)[0])
         else:
             past = None if layer is None else layer.carry
-            mixed = self.mixer(normed, persistent, rows, past, rotary, read_only, output_attentions)
-        hidden_states = hidden_states + mixed.out
+            out, attention, carry = self.mixer(normed, persistent, rows, past, rotary, read_only, output_attentions)
+        hidden_states = hidden_states + out
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         if layer is not None:
             if self.is_last:
-                mixed.carry.outputs = self._outputs(layer, hidden_states, rows)
-            layer.store(mixed.carry, rows.seen_after())
-        return hidden_states, mixed.attention
+                carry.outputs = self._outputs(layer, hidden_states, rows)
+            layer.store(carry, rows.seen_after())
+        return hidden_states, attention
 
     def _outputs(self, layer: TitansCacheLayer, hidden_states: Tensor, rows: Rows) -> Tail:
         """The last tokens' outputs: what the model says of a row whose next columns are padding."""
@@ -244,7 +243,7 @@ class TitansModel(TitansPreTrainedModel):
 
         Args:
             attention_mask: [B, T] or [B, past + T], 0 at padding, in any pattern. Padding is skipped: it shows the
-                hidden state of the row's last token before it, so generation goes on from a right-padded prompt too.
+                hidden state of the row's last token before it, so generation also works from a right-padded prompt.
             position_ids: a token's place is its rank among its document's real tokens, whatever is given here. Where
                 positions start again, a packed document starts: it gets a memory of its own. `seq_idx` and
                 `cu_seq_lens_q`, as collators make them, say the same. Packed documents leave no cache.
@@ -496,7 +495,8 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
     def _assisted_decoding(self, input_ids, generation_config, inputs_tensor=None, **kwargs):
         """As in transformers, but without drafts where attention maps are returned.
 
-        transformers cuts the maps of a draft as if their columns were the text's. The tokens are the same either way.
+        transformers cuts the maps of a draft as if their columns were the text's. Greedy tokens are the same either
+        way, and sampled ones have the same distribution.
         """
         if not (generation_config.return_dict_in_generate and generation_config.output_attentions):
             return super()._assisted_decoding(
@@ -561,7 +561,7 @@ class TitansForSequenceClassification(GenericForSequenceClassification, TitansPr
         self.post_init()
 
 
-# Trainer (label smoothing) and pipelines ask these tables by class name; `AutoModel...register` does not fill them.
+# Trainer (label smoothing) and pipelines look names up in these tables, which `AutoModel...register` does not fill.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["titans"] = "TitansForCausalLM"
 MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["titans"] = "TitansForSequenceClassification"
 

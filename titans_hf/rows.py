@@ -1,4 +1,4 @@
-"""Rows of a batch with different numbers of real tokens, standing at different places of the chunk grid.
+"""Rows of a batch with different numbers of real tokens, at different places of the chunk or segment grid.
 
 Axis letters: B batch, T tokens, Q tokens that are picked.
 """
@@ -54,7 +54,7 @@ class PackedRows:
         self.valid = torch.arange(self.width, device=mask.device) < self.lengths[:, None]  # [B, width]
 
     def pack(self, x: Tensor) -> Tensor:
-        """[B, T, ...] to [B, width, ...]; zeros behind each row's last real token, whatever the padding held."""
+        """[B, T, ...] to [B, width, ...]; zeros after each row's last real token, whatever the padding held."""
         return torch.where(self._like(self.valid, x), self._take(x, self.order), x.new_zeros(()))
 
     def unpack(self, x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Part:
     counts: Tensor | None = None
 
     def of(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """The part of each of several [B, T, ...]; columns behind a row's last token repeat some other token."""
+        """The part of each of several [B, T, ...]; columns after a row's last token repeat some other token."""
         if isinstance(self.start, int):
             return [x[:, self.start : self.start + self.width] for x in xs]
         index = self.start[:, None] + torch.arange(self.width, device=self.start.device)
@@ -147,7 +147,7 @@ class GridCut:
         rest = lengths - head - whole
         widths = [max(on_host(counts)) for counts in (head, whole, rest)]
         if not any(widths):
-            widths[-1] = 1  # no row has a token: one column, which nobody reads
+            widths[-1] = 1  # no row has a token: one column, whose output is unspecified
         starts = (0, head if widths[0] else 0, head + whole if widths[0] or widths[1] else 0)
         return cls(*map(Part, starts, widths, (head, whole, rest)), width)
 

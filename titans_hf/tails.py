@@ -15,7 +15,7 @@ ROOM = 16  # tokens that can be appended before a tail has to move
 
 
 class Cursor:
-    """Who may append to a shared buffer: whatever ends where the cursor stands.
+    """Where a shared buffer ends, and so which value may append to it: the one that ends there too.
 
     Values that are carried from call to call (`Tail`, `memory_step.ChunkWriter`) are never changed. A value that is one
     token longer may still share its buffer with the one before, because neither looks beyond its own end. Only the
@@ -31,15 +31,15 @@ class Cursor:
         return self.end == end and (torch.is_inference_mode_enabled() or not buffer.is_inference())
 
     def retire(self) -> None:
-        """Allow nobody to append any more."""
+        """Allow no value to append any more."""
         self.end = -1
 
 
 class Tail:
     """The last `size` tokens of every row, [B, size, ...], right-aligned: the newest is last.
 
-    They lie in a buffer with room behind them, so that a decoding step writes its own token and copies nothing. Under
-    autograd, in `torch.compile`, and where rows have different numbers of new tokens, everything is copied.
+    The buffer has room after them, so that a decoding step writes its own token and copies nothing. Under autograd, in
+    `torch.compile`, and where rows have different numbers of new tokens, everything is copied.
 
     Attributes:
         buffer: what is kept in memory for it.
@@ -112,7 +112,7 @@ class Tail:
         return home.buffer[:, end - T - self.size : end], Tail._in(home.buffer, end, self.size, home._cursor)
 
     def _retire(self) -> None:
-        """Autograd may keep the buffer: nobody writes to it later."""
+        """Autograd may keep the buffer: do not write to it later."""
         if self._cursor is not None and torch.is_grad_enabled():
             self._cursor.retire()
 
@@ -126,7 +126,7 @@ class Tail:
 
 
 def _last(extended: Tensor, lengths: Tensor | None, count: int) -> Tensor:
-    """The last `count` real tokens of rows that stand as [old tail of `count` | new tokens]."""
+    """The last `count` real tokens of rows [old tail of `count` | new tokens]."""
     if lengths is None:
         return extended[:, extended.shape[1] - count :]
     return take(extended, lengths[:, None] + torch.arange(count, device=extended.device))

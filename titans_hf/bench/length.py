@@ -43,7 +43,7 @@ def read(
     """Read up to the last mark; returns clones of the cache at the marks and the reading rate since the mark before."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "segment_size": 128, "sliding_window": 128}
     model, generator = small_titans(variant, **sizes).eval(), torch.Generator().manual_seed(0)
-    cache, kept, rates, place = TitansCache(model.config), {}, {}, 0
+    cache, kept, rates, place = TitansCache(model.config, rewind=False), {}, {}, 0
     bar = tqdm(total=marks[-1], desc=f"{variant}: reading", unit="token")
     for mark in marks:
         began, started = place, time.perf_counter()

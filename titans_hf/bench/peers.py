@@ -217,7 +217,7 @@ class Titans(HubModel):
 
     def __init__(self, network: TitansForCausalLM, shape: Shape):
         super().__init__(network, shape)
-        self.kept = {0: TitansCache(network.config)}
+        self.kept = {0: TitansCache(network.config, rewind=False)}
 
     def begin(self, context: int, batch: int) -> TitansCache:
         if context not in self.kept:

@@ -69,7 +69,7 @@ def stream(variant: str, arguments: argparse.Namespace) -> list[dict]:
     """Read from mark to mark; returns a row for each."""
     torch.set_num_threads(arguments.threads)
     model = build_model(variant, arguments.width, arguments.layers)
-    cache, rows = TitansCache(model.config), []
+    cache, rows = TitansCache(model.config, rewind=False), []
     stretches = [cut(stretch, arguments.piece) for stretch in cut(arguments.tokens, arguments.mark)]
     text = pieces([size for stretch in stretches for size in stretch])
     with tqdm(total=arguments.tokens, desc=variant, unit=" tokens", unit_scale=True) as bar:

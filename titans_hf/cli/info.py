@@ -61,6 +61,8 @@ def in_words(facts: dict) -> list[str]:
         "parameters": f"{count['all']:,}; {count['without_embeddings']:,} without embeddings",
         "memory": f"{size(memory['all'])} per sequence, weights and momentum; {size(memory['per_layer'])} per layer",
         "cache": f"{size(facts['cache_bytes'])} per sequence, memory included, after any number of tokens",
+        "its parts": ", ".join(f"{name} {size(count)}" for name, count in facts["cache_parts"].items()),
+        "with rewinding": f"{size(facts['cache_bytes_with_rewind'])}, where tokens may be cropped",
     }
     for name, full in facts["full_attention_cache_bytes"].items():
         rows[f"at {name} tokens"] = f"{size(full['bytes'])} in full attention: {full['ratio']:,.2f} times the cache"

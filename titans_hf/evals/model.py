@@ -164,7 +164,7 @@ class TitansLM(CheckedLM):
         piece = max(SHORTEST, self.logits // (rows * self.model.config.vocab_size))
         if self.memory == "reset":
             piece = self.model.config.segment_size
-        cache = TitansCache(self.model.config) if length > piece else None
+        cache = TitansCache(self.model.config, rewind=False) if length > piece else None
         start_of_all = self._unwritten(ids) if cache is not None and self.memory == "reset" else None
         for start in range(0, length, piece):
             going_on = rows if lengths is None else sum(start < own for own in lengths)
@@ -188,7 +188,7 @@ class TitansLM(CheckedLM):
 
     def _unwritten(self, ids: Tensor) -> TitansCache:
         """A cache with the memory as trained, for rows like these."""
-        cache = TitansCache(self.model.config)
+        cache = TitansCache(self.model.config, rewind=False)
         self.model(ids[:, :1], past_key_values=cache, use_cache=True, memory_read_only=True)
         return cache
 
@@ -230,7 +230,7 @@ class TitansLM(CheckedLM):
     @torch.no_grad()
     def _read_with_resets(self, ids: Tensor) -> TitansCache:
         """The cache after the tokens of one row."""
-        cache, start = TitansCache(self.model.config), self._unwritten(ids)
+        cache, start = TitansCache(self.model.config, rewind=False), self._unwritten(ids)
         for piece in ids.split(self.model.config.segment_size, dim=1):
             self.model.model(piece, past_key_values=cache, use_cache=True)
             if piece.shape[1] == self.model.config.segment_size:

@@ -28,9 +28,9 @@ def find_dtype(config: "TitansConfig", asked: Dtype) -> "torch.dtype":
 
 def describe(config: "TitansConfig", dtype: "torch.dtype") -> dict:
     """The figures of `titans info`."""
-    first, last = read_one_token(config, dtype)
     layers = config.num_hidden_layers
-    cache = (layers - 1) * layer_bytes(first) + layer_bytes(last)
+    first, last = read_one_token(config, dtype)
+    cache, rewinding = (cache_bytes(layers, *read_one_token(config, dtype, rewind)) for rewind in (False, True))
     memory = sum(x.nbytes for x in (*last.carry.memory.weights, *last.carry.memory.momentum))
     keys = 2 * layers * config.num_key_value_heads * config.head_dim * dtype.itemsize  # and values, of one token
     return {
@@ -42,6 +42,8 @@ def describe(config: "TitansConfig", dtype: "torch.dtype") -> dict:
         "parameters": count_all(config),
         "memory_state_bytes": {"per_layer": memory, "all": memory * layers},
         "cache_bytes": cache,
+        "cache_parts": cache_parts(layers, first, last),
+        "cache_bytes_with_rewind": rewinding,
         "full_attention_cache_bytes": {
             name: {"bytes": keys * tokens, "ratio": keys * tokens / cache} for name, tokens in CONTEXTS.items()
         },
@@ -59,7 +61,9 @@ def count_all(config: "TitansConfig") -> dict[str, int]:
     return {"all": sizes.parameters, "without_embeddings": sizes.without_embeddings}
 
 
-def read_one_token(config: "TitansConfig", dtype: "torch.dtype") -> tuple["TitansCacheLayer", "TitansCacheLayer"]:
+def read_one_token(
+    config: "TitansConfig", dtype: "torch.dtype", rewind: bool = False
+) -> tuple["TitansCacheLayer", "TitansCacheLayer"]:
     """The cache of the first and of the last block after a token: all blocks but the last hold the same."""
     import torch
 
@@ -69,15 +73,24 @@ def read_one_token(config: "TitansConfig", dtype: "torch.dtype") -> tuple["Titan
     config = copy.deepcopy(config)
     config.num_hidden_layers = min(2, config.num_hidden_layers)
     config.memory_implementation = "torch"  # supports every shape, with the same cache
-    cache = TitansCache(config)
+    cache = TitansCache(config, rewind)
     with torch.no_grad():
         token = torch.zeros(1, 1, dtype=torch.long, device="meta")
         empty_model(config).eval().to(dtype)(input_ids=token, past_key_values=cache)
     return cache.layers[0], cache.layers[-1]
 
 
-def layer_bytes(layer: "TitansCacheLayer") -> int:
-    return sum(x.nbytes for x in layer.tensors())
+def cache_bytes(layers: int, first: "TitansCacheLayer", last: "TitansCacheLayer") -> int:
+    """The bytes of a cache with that many blocks."""
+    one, final = (sum(x.nbytes for x in layer.tensors()) for layer in (first, last))
+    return (layers - 1) * one + final
+
+
+def cache_parts(layers: int, first: "TitansCacheLayer", last: "TitansCacheLayer") -> dict[str, int]:
+    """The same by part, without the few bytes that count tokens."""
+    one, final = first.carry.parts(), last.carry.parts()
+    parts = {name: (layers - 1) * one[name] + final[name] for name in one}
+    return {name: count for name, count in parts.items() if count}
 
 
 def choose_kernels(config: "TitansConfig", layer: "TitansCacheLayer") -> dict[str, str]:

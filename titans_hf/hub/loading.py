@@ -71,7 +71,7 @@ class Loaded:
         """The memory of that file, or an empty one."""
         from ..cache_titans import TitansCache
 
-        return TitansCache(self.model.config) if memory is None else TitansCache.load(memory, self.model)
+        return TitansCache(self.model.config, rewind=False) if memory is None else TitansCache.load(memory, self.model)
 
     def note(self, in_chat: bool = False) -> dict[str, str]:
         """The metadata of a memory's file, for continuing from it."""

@@ -56,7 +56,7 @@ def hard_rows(start: int, stop: int) -> torch.Tensor:
 def stream(variant: str, dtype: torch.dtype, worst_gates: bool, tokens: int, piece: int) -> dict:
     """Read the rows in pieces; returns whether all values were finite and how large the memory grew."""
     model = build_model(variant, worst_gates).to(dtype)
-    cache, finite, started = TitansCache(model.config), True, time.time()
+    cache, finite, started = TitansCache(model.config, rewind=False), True, time.time()
     name = f"{variant} {str(dtype)[6:]}{' worst gates' if worst_gates else ''}"
     norms = {}
     for start in tqdm(range(0, tokens, piece), desc=name):
