@@ -1,4 +1,4 @@
-"""The `titans` command keeps its promises: what it tells is so, and a memory goes on in another process."""
+"""The `titans` command: its figures are those of the model, and a memory goes on in another process."""
 
 import json
 import math
@@ -355,7 +355,7 @@ def spoil(path: Path, **changes) -> None:
 
 
 def conversation(tokenizer, *turns: str, model) -> tuple[list[str], TitansCache]:
-    """What is said, by the book: every turn is what the rendered conversation has beyond the one before."""
+    """The answers and the cache: every turn is what the rendered conversation has beyond the one before."""
     cache, messages, answers, text = TitansCache(model.config), [], [], ""
     for turn in turns:
         messages.append({"role": "user", "content": turn})

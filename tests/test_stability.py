@@ -45,7 +45,7 @@ def test_saturated_gates_stay_finite(variant):
 @pytest.mark.parametrize("variant", ["mag", "mal", "lmm"])
 @torch.no_grad()
 def test_a_start_that_is_given_back_does_not_fade(variant):
-    """By the letter it does, on tokens that have nothing in common: what the memory has learned in training is lost."""
+    """With the rule as printed it does, on unrelated tokens: what the memory has learned in training is lost."""
     left = {}
     for forget_to in ("zero", "start"):
         model = build_model(variant, memory_forget_to=forget_to)
