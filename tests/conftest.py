@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 
 # `make test-slow` draws more examples: --hypothesis-profile=thorough
 CHECKS_TOO_STRICT_HERE = [HealthCheck.too_slow, HealthCheck.data_too_large]
-for name, examples in (("ordinary", 25), ("thorough", 200)):
+for name, examples in (("ordinary", 50), ("thorough", 500)):
     settings.register_profile(
         name, max_examples=examples, deadline=None, derandomize=True, suppress_health_check=CHECKS_TOO_STRICT_HERE
     )

@@ -104,11 +104,11 @@ def test_without_momentum_or_forgetting(depth, gates):
     "depth, chunks",
     [
         (1, [2, 5]),
-        (2, [6, 5]),
+        (2, [0, 3]),
         pytest.param(1, [6, 5], marks=slow),
         pytest.param(1, [0, 3], marks=slow),
+        pytest.param(2, [6, 5], marks=slow),
         pytest.param(2, [2, 5], marks=slow),
-        pytest.param(2, [0, 3], marks=slow),
     ],
     ids=str,
 )
@@ -124,7 +124,7 @@ def test_sequences_of_several_pieces_and_checkpoints(depth, chunks, monkeypatch)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow)])
 def test_half_precision_tokens_keep_a_float32_state(dtype):
-    weights, momentum, tokens = chunked_inputs(2, 16, 2, 16, 2)
+    weights, momentum, tokens = chunked_inputs(2, 16, 1, 16, 2)
     tokens = [*(x.to(dtype) for x in tokens[:3]), *tokens[3:]]
     mine, theirs = (
         outputs_and_gradients(form.scan_chunks, weights, momentum, tokens, None, 1.0) for form in (kernels, memory_ops)
@@ -215,13 +215,14 @@ def test_a_model_computes_and_trains_the_same_with_kernels(variant):
 
 @slow_but("mag")
 def test_a_model_generates_the_same_with_kernels(variant):
-    ids, found = random_ids(2, 21), []
+    """From the middle of a chunk into the next one."""
+    ids, found = random_ids(2, 29), []
     for implementation in ("triton", "torch"):
         model = small_model(variant, implementation)
         found.append(
             model.generate(
                 ids,
-                max_new_tokens=14,
+                max_new_tokens=6,
                 do_sample=False,
                 output_logits=True,
                 return_dict_in_generate=True,
@@ -235,7 +236,7 @@ def test_a_model_generates_the_same_with_kernels(variant):
 # Wired into torch
 
 
-@pytest.mark.parametrize("depth", [2, pytest.param(1, marks=slow)])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=slow)])
 def test_the_operators_pass_torch_s_own_checks(depth):
     """Schema, fake tensors, autograd registration, ahead-of-time dispatch: what torch.compile relies on."""
     weights, momentum, tokens = chunked_inputs(depth, 16, 1, 16, 1, H=2)
@@ -269,7 +270,7 @@ def test_meta_tensors_have_the_shapes_of_real_ones():
 
 def test_torch_compile_takes_the_kernels_as_they_are():
     """One graph, with the same outputs and gradients."""
-    tokens, state = memory_inputs(B=2, T=32, H=2, D=16, dtype=torch.float32)
+    tokens, state = memory_inputs(B=2, T=16, H=3, D=16, dtype=torch.float32)
     k = tokens[1].requires_grad_()
 
     def read(*tokens):
