@@ -5,7 +5,7 @@ import torch
 from support import assert_close, random_ids, slow_but, tiny_model
 
 
-@slow_but("mac", "lmm")
+@slow_but("mac")
 def test_an_exported_prefill_equals_eager(variant, tmp_path):
     """With any padding, and after a round trip through a file."""
     model = tiny_model(variant, torch.float32, num_hidden_layers=1, memory_chunk_size=6)

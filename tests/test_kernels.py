@@ -202,7 +202,7 @@ def small_model(variant: str, implementation: str):
     return tiny_model(variant, torch.float32, num_hidden_layers=1, memory_implementation=implementation, **sizes)
 
 
-@slow_but("mac", "lmm")
+@slow_but("mac")
 def test_a_model_computes_and_trains_the_same_with_kernels(variant):
     ids, found = random_ids(2, 39), []
     for implementation in ("triton", "torch"):
