@@ -12,10 +12,13 @@ if not torch.cuda.is_available():
 
 torch.set_num_threads(1)
 
-settings.register_profile(
-    "titans", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
-settings.load_profile("titans")
+# `make test-slow` draws more examples: --hypothesis-profile=thorough
+CHECKS_TOO_STRICT_HERE = [HealthCheck.too_slow, HealthCheck.data_too_large]
+for name, examples in (("ordinary", 50), ("thorough", 500)):
+    settings.register_profile(
+        name, max_examples=examples, deadline=None, derandomize=True, suppress_health_check=CHECKS_TOO_STRICT_HERE
+    )
+settings.load_profile("ordinary")
 
 
 @pytest.fixture

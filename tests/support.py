@@ -17,6 +17,12 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
+def slow_but(*ordinary: str) -> pytest.MarkDecorator:
+    """Parametrizes over every variant; all but the ordinary ones are left to `make test-slow`."""
+    rest = [pytest.param(variant, marks=pytest.mark.slow) for variant in VARIANTS if variant not in ordinary]
+    return pytest.mark.parametrize("variant", [*ordinary, *rest])
+
+
 def tiny_config(variant: str, **overrides) -> TitansConfig:
     sizes = {
         "vocab_size": VOCAB,

@@ -1,4 +1,4 @@
-"""The cache: constant in size, independent of its neighbours, and an open book about what it cannot do."""
+"""The cache: constant in size, independent in each row, exact after a crop; what it cannot do is an error."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The `titans` command keeps its promises: what it tells is so, and a memory goes on in another process."""
+"""The `titans` command: its figures are those of the model, and a memory goes on in another process."""
 
 import json
 import math
@@ -71,6 +71,11 @@ def run(*arguments, code: int = 0, text: str | None = None):
 
 def load(folder: Path, dtype=torch.float32) -> TitansForCausalLM:
     return TitansForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def logless_cache(model) -> TitansCache:
+    """A cache as the commands make it: nothing is ever cropped."""
+    return TitansCache(model.config, rewind=False)
 
 
 def read(model, cache, ids: list[int], piece: int = 10_000) -> None:
@@ -191,7 +196,7 @@ def test_asking_later_is_asking_at_once(home, tokenizer, variant, tmp_path):
     book, asked = tmp_path / "book.safetensors", tmp_path / "asked.safetensors"
     printed = run("remember", home / "book.txt", "--model", home / variant, "--out", book, "--pieces", 100).stdout
     model = load(home / variant)
-    cache, text = TitansCache(model.config), (home / "book.txt").read_text(encoding="utf-8")
+    cache, text = logless_cache(model), (home / "book.txt").read_text(encoding="utf-8")
     ids = tokenizer(text).input_ids
     assert ids[0] == tokenizer.bos_token_id
     read(model, cache, ids, 100)
@@ -232,7 +237,7 @@ def test_files_one_by_one_from_a_pipe_or_together_are_the_same_text(home, tokeni
     model = load(home / "mac", torch.float64)
     ids = tokenizer(TEXT[:300]).input_ids + tokenizer(TEXT[300:700], add_special_tokens=False).input_ids
     assert ids.count(tokenizer.bos_token_id) == 1
-    cache = TitansCache(model.config)
+    cache = logless_cache(model)
     read(model, cache, ids, 64)
     assert_same_memory(tmp_path / "together", cache, model, tmp_path)
     assert_same_memory(tmp_path / "piped", cache, model, tmp_path)
@@ -355,8 +360,8 @@ def spoil(path: Path, **changes) -> None:
 
 
 def conversation(tokenizer, *turns: str, model) -> tuple[list[str], TitansCache]:
-    """What is said, by the book: every turn is what the rendered conversation has beyond the one before."""
-    cache, messages, answers, text = TitansCache(model.config), [], [], ""
+    """The answers and the cache: every turn is what the rendered conversation has beyond the one before."""
+    cache, messages, answers, text = logless_cache(model), [], [], ""
     for turn in turns:
         messages.append({"role": "user", "content": turn})
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

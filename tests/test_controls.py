@@ -1,4 +1,4 @@
-"""What a memory is worth is measured against itself: never written, put back at each segment, and a model without."""
+"""Controls for evaluation: a memory that is never written, one that is reset at each segment, and a baseline."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Table 1 through lm-eval: its own requests, from files; nothing cut, memory bounded, the batch size without a say."""
+"""Table 1 through lm-eval: its own requests, from files; nothing cut, memory bounded, for any batch size."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every fast path gives the numbers of the plain path it stands for, and one place chooses between them."""
+"""Every fast path gives the numbers of the plain path it replaces, and one module chooses between them."""
 
 import pytest
 import torch

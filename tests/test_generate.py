@@ -111,13 +111,19 @@ def test_a_prompt_read_in_chunks_is_the_same_prompt(variant, chunk):
     assert torch.equal(model.generate(ids, prefill_chunk_size=chunk, **options), expected)
 
 
+def assistant_of(variant: str):
+    """A model that writes some of the tokens that `tiny_model(variant)` writes."""
+    assistant = tiny_model(variant)
+    for parameter in assistant.parameters():
+        parameter.add_(0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return assistant
+
+
 @every_variant
 def test_assisted_decoding_and_prompt_lookup_equal_greedy(variant):
     """Far beyond what the cache's log holds, with an assistant that is right only some of the time."""
-    model, assistant, ids = tiny_model(variant), tiny_model(variant), random_ids(1, 40)
-    for parameter in assistant.parameters():
-        parameter.add_(0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    options = dict(max_new_tokens=200, **GREEDY)
+    model, assistant, ids = tiny_model(variant), assistant_of(variant), random_ids(1, 40)
+    options = dict(max_new_tokens=120, **GREEDY)
     greedy = model.generate(ids, **options)
     assert torch.equal(model.generate(ids, assistant_model=assistant, **options), greedy)
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **options), greedy)
@@ -155,8 +161,8 @@ def test_attention_maps_are_refused_where_the_tokens_depend_on_the_assistant():
 
 @drafts_are_tracked
 def test_drafts_are_no_longer_than_the_cache_can_take_back():
-    model, assistant, ids = tiny_model("lmm"), tiny_model("lmm", seed=1), random_ids(1, 150)
-    options = dict(max_new_tokens=120, **GREEDY)
+    model, assistant, ids = tiny_model("lmm"), assistant_of("lmm"), random_ids(1, 150)
+    options = dict(max_new_tokens=100, **GREEDY)
     greedy = model.generate(ids, **options)
     assistant.generation_config.update(
         num_assistant_tokens=100, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
@@ -294,7 +300,7 @@ def check_compiled_generation(variant: str, backend: str, padded: bool) -> None:
     """Equal to the default cache, in one graph that is compiled once, whatever the length of the prompt."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = tiny_model(variant, torch.float32)
+    model = tiny_model(variant, torch.float32, num_hidden_layers=1)
     options = dict(max_new_tokens=14, **GREEDY)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for ids in (random_ids(2, 8), random_ids(2, 13, seed=1)):
@@ -309,8 +315,17 @@ def check_compiled_generation(variant: str, backend: str, padded: bool) -> None:
     torch._dynamo.reset()
 
 
-@every_variant
-@pytest.mark.parametrize("padded", [False, True])
+PADDED = {"mac": True, "mag": False, "mal": True, "lmm": False}  # the other half is slow
+
+
+@pytest.mark.parametrize(
+    "variant, padded",
+    [
+        pytest.param(variant, padded, marks=() if padded == ordinary else pytest.mark.slow)
+        for variant, ordinary in PADDED.items()
+        for padded in (False, True)
+    ],
+)
 def test_generate_compiles_the_decode_step_once(variant, padded):
     check_compiled_generation(variant, "eager", padded)
 
@@ -329,12 +344,14 @@ def test_generation_with_a_static_cache_equals_the_default(variant):
     assert torch.equal(static, model.generate(ids, **options))
 
 
-def test_a_compiled_model_takes_inputs_of_any_length():
+@pytest.mark.parametrize("use_cache", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_compiled_model_takes_inputs_of_any_length(use_cache):
     model, ids = tiny_model("lmm", num_hidden_layers=1), random_ids(2, 12)
     torch._dynamo.reset()
     compiled_model = torch.compile(model, backend="eager")
     for length in (12, 7, 9):
-        assert_close(compiled_model(ids[:, :length]).logits, model(ids[:, :length]).logits, 1e-9)
+        logits = compiled_model(ids[:, :length], use_cache=use_cache).logits
+        assert_close(logits, model(ids[:, :length]).logits, 1e-9)
     torch._dynamo.reset()
 
 
@@ -354,14 +371,16 @@ def check_compiled_steps(model, expected_from) -> None:
 
 @every_variant
 def test_a_compiled_decode_step_with_a_static_cache_is_one_graph(variant):
-    model = tiny_model(variant)
+    model = tiny_model(variant, num_hidden_layers=1)
     check_compiled_steps(model, expected_from=model)
 
 
 @pytest.mark.parametrize("variant", ["mag", "mal"])
 def test_a_compiled_decode_step_takes_flash_attention(variant, monkeypatch):
     """From a prompt that is shorter than the window, so that slots are still empty, until all of them are filled."""
-    model, plain = (tiny_model(variant, num_persistent_tokens=0, sliding_window=7) for _ in range(2))
+    model, plain = (
+        tiny_model(variant, num_hidden_layers=1, num_persistent_tokens=0, sliding_window=7) for _ in range(2)
+    )
     take_flash_attention(model, monkeypatch)
     check_compiled_steps(model, expected_from=plain)
 

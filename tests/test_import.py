@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib import import_module
+from types import ModuleType
 
 import pytest
 
@@ -29,18 +30,20 @@ print(*sorted(name for name in sys.modules if name.startswith("titans_hf.") and 
     assert run(code) == ["titans_hf"]
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import titans_hf; from transformers import AutoConfig, AutoModelForCausalLM",
-        "from transformers import AutoConfig, AutoModelForCausalLM; import titans_hf",
-        "from transformers import AutoConfig; import titans_hf; from transformers import AutoModelForCausalLM",
-        "from titans_hf import TitansForCausalLM; from transformers import AutoConfig, AutoModelForCausalLM",
-        "import titans_hf.configuration_titans; from transformers import AutoConfig, AutoModelForCausalLM",
-        "import titans_hf, transformers; AutoConfig = transformers.AutoConfig; "
-        "AutoModelForCausalLM = transformers.AutoModelForCausalLM",
-    ],
-)
+ORDERS = [
+    "import titans_hf; from transformers import AutoConfig, AutoModelForCausalLM",
+    "from transformers import AutoConfig; import titans_hf; from transformers import AutoModelForCausalLM",
+]
+MORE_ORDERS = [  # each costs a process
+    "from transformers import AutoConfig, AutoModelForCausalLM; import titans_hf",
+    "from titans_hf import TitansForCausalLM; from transformers import AutoConfig, AutoModelForCausalLM",
+    "import titans_hf.configuration_titans; from transformers import AutoConfig, AutoModelForCausalLM",
+    "import titans_hf, transformers; AutoConfig = transformers.AutoConfig; "
+    "AutoModelForCausalLM = transformers.AutoModelForCausalLM",
+]
+
+
+@pytest.mark.parametrize("imports", [*ORDERS, *(pytest.param(x, marks=pytest.mark.slow) for x in MORE_ORDERS)])
 def test_the_auto_classes_know_titans_in_any_order(imports):
     code = f"""
 {imports}
@@ -69,14 +72,15 @@ print(type(AutoModelForCausalLM.from_config(AutoConfig.for_model("titans", {SMAL
 
 def test_no_module_shadows_the_function():
     """`titans_hf.neural_memory` is the function, whatever was imported; there is no module of its name."""
-    code = """
-import titans_hf, titans_hf.modeling_titans
-import titans_hf.memory_ops as ops
-print(titans_hf.neural_memory is ops.neural_memory, type(ops).__name__)
-from titans_hf import *
-print(callable(neural_memory), TitansCache.__name__)
-"""
-    assert run(code) == ["True", "module", "True", "TitansCache"]
+    import titans_hf
+    import titans_hf.modeling_titans
+    from titans_hf import memory_ops
+
+    assert titans_hf.neural_memory is memory_ops.neural_memory
+    assert isinstance(memory_ops, ModuleType)
+    exec("from titans_hf import *", names := {})
+    assert names["neural_memory"] is memory_ops.neural_memory
+    assert names["TitansCache"] is titans_hf.TitansCache
     with pytest.raises(ModuleNotFoundError):
         import_module("titans_hf.neural_memory")
 

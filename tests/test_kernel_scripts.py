@@ -8,68 +8,100 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is not installed (pip install titans-hf[kernels])")
 
+from titans_hf.bench import kernel_resources, kernel_roofline, kernel_speed  # noqa: E402
+
 ROOT = Path(__file__).parent.parent
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the kernels of this process are compiled"
+)
 
 
-def run(script: str, *arguments, **environment) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=900, env={**os.environ, **environment})
-
-
-def test_the_presets_kernels_compile_without_spills_as_the_list_says():
-    """For every target, in a process without the interpreter; every variant is in the list, and none spills."""
-    done = run("bench/kernel_resources.py", "--defaults", "--check", TRITON_INTERPRET="0")
+def compiled(*command: str) -> None:
+    """Runs Python in a process without the interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_the_list_is_checked_against_the_sources(tmp_path):
-    """With another digest the check fails."""
-    code = "from titans_hf.bench import kernel_resources as r; r.digest = lambda: 'other'; print(r.differences([]))"
-    command = [sys.executable, "-c", code]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert "was made from other sources" in done.stdout, done.stderr
-
-
-CODE_OF = """
-from titans_hf.bench.kernel_resources import code_of
-source = "'First.'\\nx = 1  # why\\n\\ndef f():\\n    'F.'\\n    return '# not a comment'\\n"
-print(code_of(source))
+# one target and one precision, of the first shape
+SOME_KERNELS = """
+import sys
+from titans_hf.bench import kernel_resources as r
+some = [v for v in r.variants(r.default_shapes()[:1], ["sm_90"]) if ("PRECISION", "ieee") not in v.constants]
+rows = [r.row_of(variant, r.compile_one(variant)) for variant in some]
+assert len({row["kernel"] for row in rows}) > 5
+sys.exit("\\n".join(r.problems(rows) + r.differences(rows)) or None)
 """
+
+
+def test_kernels_compile_without_spills_as_the_list_says():
+    """The list has every kernel for every target, and none of them spills."""
+    compiled("-c", SOME_KERNELS)
+
+
+@pytest.mark.slow
+def test_the_presets_kernels_compile_for_every_target():
+    compiled(str(ROOT / "scripts/bench/kernel_resources.py"), "--defaults", "--check")
+
+
+def test_the_list_is_checked_against_the_sources(monkeypatch):
+    """With another digest the check fails."""
+    monkeypatch.setattr(kernel_resources, "variants", lambda *_: [])  # kernels for the interpreter have no parameters
+    monkeypatch.setattr(kernel_resources, "digest", lambda: "other")
+    assert "was made from other sources" in "".join(kernel_resources.differences([]))
+    monkeypatch.undo()
+    monkeypatch.setattr(kernel_resources, "variants", lambda *_: [])
+    assert "was made from other sources" not in "".join(kernel_resources.differences([]))
 
 
 def test_words_do_not_count_as_sources_and_code_does():
     """So that a docstring can be improved without compiling everything again."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", CODE_OF], capture_output=True, text=True, env=environment)
-    assert done.stdout == "x = 1\ndef f():\n    return '# not a comment'\n", done.stderr
+    source = "'First.'\nx = 1  # why\n\ndef f():\n    'F.'\n    return '# not a comment'\n"
+    assert kernel_resources.code_of(source) == "x = 1\ndef f():\n    return '# not a comment'"
 
 
-def test_the_roofline_in_the_readme_is_the_scripts():
-    assert run("bench/kernel_roofline.py", "--check").returncode == 0
+def test_the_roofline_in_the_readme_is_the_scripts(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["kernel_roofline.py", "--check"])
+    with pytest.raises(SystemExit) as ended:
+        kernel_roofline.main()
+    assert not ended.value.code
 
 
-def test_the_kernel_benchmark_times_nothing_that_is_not_equal():
+@interpreted
+def test_the_kernel_benchmark_times_nothing_that_is_not_equal(monkeypatch):
     """A NaN in one gradient is enough."""
-    code = (
-        "import torch; from titans_hf.bench import kernel_speed as b;"
-        "x = torch.ones(2); n = torch.tensor([1.0, float('nan')]);"
-        "print(b.distance([x, x], [x, n]) <= 1e9); b.ragged_disagreement = lambda *_: float('nan');"
-        "b.verify(b.Sizes(1, 1, 16, 1, 1, 16), 'cpu', 1.0)"
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.stdout.strip() == "False"
-    assert done.returncode == 1
-    assert "nothing is timed" in done.stderr
+    x, nan = torch.ones(2), torch.tensor([1.0, float("nan")])
+    assert not kernel_speed.distance([x, x], [x, nan]) <= 1e9
+    monkeypatch.setattr(kernel_speed, "ragged_disagreement", lambda *_: float("nan"))
+    with pytest.raises(SystemExit, match="nothing is timed"):
+        kernel_speed.verify(kernel_speed.Sizes(1, 1, 16, 1, 1, 16), "cpu", 1.0)
 
 
-def test_the_kernel_benchmark_compares_before_it_times(tmp_path):
-    done = run("bench/kernel_speed.py", "--device", "cpu", "--record", tmp_path / "kernels", TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr[-3000:]
+@interpreted
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_kernel_benchmark_compares_before_it_times(depth, tmp_path, monkeypatch):
+    precision, verify, verified = torch.get_float32_matmul_precision(), kernel_speed.verify, []
+
+    def noting(*arguments):
+        verified.append(arguments)
+        if depth == 2:  # half a minute in the interpreter
+            verify(*arguments)
+
+    def timed(*arguments):
+        assert verified
+        return time(*arguments)
+
+    time = kernel_speed.timed
+    monkeypatch.setattr(kernel_speed, "verify", noting)
+    monkeypatch.setattr(kernel_speed, "timed", timed)
+    options = ["--device", "cpu", "--depth", str(depth), "--record", str(tmp_path / "kernels")]
+    monkeypatch.setattr(sys, "argv", ["kernel_speed.py", *options])
+    kernel_speed.main()
+    torch.set_float32_matmul_precision(precision)
     with (tmp_path / "kernels.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["implementation"] for row in rows} >= {"torch", "triton"}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support import assert_close, every_variant, memory_inputs, random_ids, tiny_model
+from support import assert_close, memory_inputs, random_ids, slow_but, tiny_model
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,18 +20,23 @@ from titans_hf import MemoryState, memory_ops, neural_memory
 kernels = pytest.importorskip("titans_kernels", reason="triton is not installed (pip install titans-hf[kernels])")
 from titans_kernels import served  # noqa: E402
 
-# depth, head width, expansion, chunk, whole chunks, cap
+slow = pytest.mark.slow  # the interpreter takes seconds: of most cross products one part is ordinary
+
+# depth, head width, expansion, chunk, whole chunks, cap; rows of different lengths
 SHAPES = [
-    (1, 16, 1, 16, 3, None),
-    (1, 32, 1, 32, 2, 0.7),
-    (1, 64, 1, 16, 2, 5.0),
-    (2, 16, 1, 16, 3, 10.0),
-    (2, 16, 2, 32, 2, None),
-    (2, 32, 2, 16, 2, 0.7),
-    (2, 64, 1, 32, 1, 0.7),
-    (2, 64, 2, 64, 1, None),
+    (1, 16, 1, 16, 3, None, False),
+    (1, 32, 1, 32, 2, 0.7, True),
+    (2, 16, 1, 16, 3, 10.0, True),
+    (2, 16, 2, 32, 2, None, True),
+    (2, 64, 1, 32, 1, 0.7, True),
 ]
-GATES = {"all gates": {}, "no momentum": {"eta": 0.0}, "no forgetting": {"alpha": 0.0}}
+MORE_SHAPES = [
+    *((*shape, not ragged) for *shape, ragged in SHAPES),
+    *((1, 64, 1, 16, 2, 5.0, ragged) for ragged in (False, True)),
+    *((2, 32, 2, 16, 2, 0.7, ragged) for ragged in (False, True)),
+    *((2, 64, 2, 64, 1, None, ragged) for ragged in (False, True)),
+]
+GATES = {"no momentum": {"eta": 0.0}, "no forgetting": {"alpha": 0.0}}
 
 
 @pytest.fixture(autouse=True)
@@ -79,25 +84,34 @@ def assert_all_close(mine, theirs, tolerance: float) -> None:
 # Whole chunks
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_whole_chunks_equal_the_torch_form(shape, ragged):
-    *sizes, N, cap = shape
+@pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(shape, marks=slow) for shape in MORE_SHAPES)], ids=str)
+def test_whole_chunks_equal_the_torch_form(shape):
+    *sizes, N, cap, ragged = shape
     inputs = (*chunked_inputs(*sizes, N), torch.tensor([N, N - 1]) if ragged else None, cap)
     mine, theirs = (outputs_and_gradients(form.scan_chunks, *inputs) for form in (kernels, memory_ops))
     assert_all_close(mine, theirs, 2e-6)
 
 
 @pytest.mark.parametrize("gates", GATES.values(), ids=GATES)
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=slow)])
 def test_without_momentum_or_forgetting(depth, gates):
     inputs = (*chunked_inputs(depth, 16, 1, 16, 2, **gates), None, 1.0)
     mine, theirs = (outputs_and_gradients(form.scan_chunks, *inputs) for form in (kernels, memory_ops))
     assert_all_close(mine, theirs, 2e-6)
 
 
-@pytest.mark.parametrize("chunks", [[6, 5], [2, 5], [0, 3]], ids=str)
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    "depth, chunks",
+    [
+        (1, [2, 5]),
+        (2, [0, 3]),
+        pytest.param(1, [6, 5], marks=slow),
+        pytest.param(1, [0, 3], marks=slow),
+        pytest.param(2, [6, 5], marks=slow),
+        pytest.param(2, [2, 5], marks=slow),
+    ],
+    ids=str,
+)
 def test_sequences_of_several_pieces_and_checkpoints(depth, chunks, monkeypatch):
     """Rows that end in any piece; states recomputed from checkpoints; one layer in registers and in global memory."""
     monkeypatch.setattr(served, "PIECE", 4)
@@ -108,9 +122,9 @@ def test_sequences_of_several_pieces_and_checkpoints(depth, chunks, monkeypatch)
     assert_all_close(mine, theirs, 5e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow)])
 def test_half_precision_tokens_keep_a_float32_state(dtype):
-    weights, momentum, tokens = chunked_inputs(2, 16, 2, 16, 2)
+    weights, momentum, tokens = chunked_inputs(2, 16, 1, 16, 2)
     tokens = [*(x.to(dtype) for x in tokens[:3]), *tokens[3:]]
     mine, theirs = (
         outputs_and_gradients(form.scan_chunks, weights, momentum, tokens, None, 1.0) for form in (kernels, memory_ops)
@@ -130,7 +144,7 @@ def assert_same_state(mine: MemoryState, theirs: MemoryState) -> None:
         assert torch.equal(mine.length, theirs.length)
 
 
-@pytest.mark.parametrize("tokens_read_before", [0, 5, 16])
+@pytest.mark.parametrize("tokens_read_before", [5, *(pytest.param(tokens, marks=slow) for tokens in (0, 16))])
 def test_any_length_from_any_state_equals_the_torch_backend(tokens_read_before):
     """Odd lengths, from the middle of a chunk, with padding anywhere."""
     tokens, state = memory_inputs(B=2, T=60, H=2, D=16, dtype=torch.float32)
@@ -147,8 +161,9 @@ def test_any_length_from_any_state_equals_the_torch_backend(tokens_read_before):
         assert_same_state(after, expected_after)
 
 
-@pytest.mark.parametrize("cap", [None, 0.8])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    "depth, cap", [(1, None), (2, 0.8), pytest.param(1, 0.8, marks=slow), pytest.param(2, None, marks=slow)]
+)
 def test_decoding_token_by_token_equals_the_torch_backend(depth, cap):
     """Across a chunk boundary, which the rows reach at different steps: one row skips some."""
     tokens, start = memory_inputs(B=2, T=23, H=2, D=16, depth=depth, dtype=torch.float32)
@@ -187,7 +202,7 @@ def small_model(variant: str, implementation: str):
     return tiny_model(variant, torch.float32, num_hidden_layers=1, memory_implementation=implementation, **sizes)
 
 
-@every_variant
+@slow_but("mac")
 def test_a_model_computes_and_trains_the_same_with_kernels(variant):
     ids, found = random_ids(2, 39), []
     for implementation in ("triton", "torch"):
@@ -198,15 +213,16 @@ def test_a_model_computes_and_trains_the_same_with_kernels(variant):
     assert_all_close(*found, 2e-5)
 
 
-@every_variant
+@slow_but("mag")
 def test_a_model_generates_the_same_with_kernels(variant):
-    ids, found = random_ids(2, 21), []
+    """From the middle of a chunk into the next one."""
+    ids, found = random_ids(2, 29), []
     for implementation in ("triton", "torch"):
         model = small_model(variant, implementation)
         found.append(
             model.generate(
                 ids,
-                max_new_tokens=14,
+                max_new_tokens=6,
                 do_sample=False,
                 output_logits=True,
                 return_dict_in_generate=True,
@@ -220,7 +236,7 @@ def test_a_model_generates_the_same_with_kernels(variant):
 # Wired into torch
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=slow)])
 def test_the_operators_pass_torch_s_own_checks(depth):
     """Schema, fake tensors, autograd registration, ahead-of-time dispatch: what torch.compile relies on."""
     weights, momentum, tokens = chunked_inputs(depth, 16, 1, 16, 1, H=2)
@@ -254,7 +270,7 @@ def test_meta_tensors_have_the_shapes_of_real_ones():
 
 def test_torch_compile_takes_the_kernels_as_they_are():
     """One graph, with the same outputs and gradients."""
-    tokens, state = memory_inputs(B=2, T=32, H=2, D=16, dtype=torch.float32)
+    tokens, state = memory_inputs(B=2, T=16, H=3, D=16, dtype=torch.float32)
     k = tokens[1].requires_grad_()
 
     def read(*tokens):

@@ -8,7 +8,16 @@ import sys
 import pytest
 import torch
 from safetensors import safe_open
-from support import VOCAB, assert_close, chat_tokenizer, every_variant, random_ids, save_chat_model, tiny_model
+from support import (
+    VOCAB,
+    assert_close,
+    chat_tokenizer,
+    every_variant,
+    random_ids,
+    save_chat_model,
+    slow_but,
+    tiny_model,
+)
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -77,7 +86,7 @@ def test_a_pipeline_writes_what_generate_writes(variant, tmp_path):
         assert written == tokenizer.decode(expected, skip_special_tokens=True)
 
 
-@every_variant
+@slow_but("mac")
 def test_a_checkpoint_brings_its_own_code(variant, tmp_path):
     """Where titans_hf cannot be imported, `trust_remote_code=True` gives the same logits and the same text."""
     model, ids = tiny_model(variant, torch.float32), random_ids(2, 13)

@@ -1,4 +1,4 @@
-"""Needles and BABILong through lm-eval: samples that fit, from files or the Hub; nothing cut, batches without a say."""
+"""Needles and BABILong through lm-eval: samples that fit, from files or the Hub; nothing cut, for any batch size."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is done to single tokens, written out, is what torch's own functions compose, derivative included."""
+"""The hand-written forward and backward of single tokens equal torch's own functions."""
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ def draw(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
 
 
-def compare(written_out, composed, inputs):
+def compare(hand_written, composed, inputs):
     found = []
-    for form in (written_out, composed):
+    for form in (hand_written, composed):
         y = form(*inputs)
         found.append([y, *torch.autograd.grad(y, inputs, torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y))])
     for mine, theirs in zip(*found, strict=True):

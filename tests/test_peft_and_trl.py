@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import assert_close, chat_tokenizer, every_variant, random_ids, save_chat_model, tiny_model
+from support import assert_close, chat_tokenizer, every_variant, random_ids, save_chat_model, slow_but, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -100,7 +100,7 @@ def fine_tune(model, folder, **options) -> list[float]:
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
-@every_variant
+@slow_but("mac", "lmm")
 def test_sft_trains_an_object_and_a_folder_alike(variant, tmp_path):
     save_chat_model(tmp_path / "model", variant)
     from_object = fine_tune(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tmp_path / "a")
@@ -109,7 +109,7 @@ def test_sft_trains_an_object_and_a_folder_alike(variant, tmp_path):
     assert from_object[-1] < from_object[0]
 
 
-@every_variant
+@slow_but("mag")
 def test_sft_packs_chats_without_padding(variant, tmp_path):
     """TRL hands over position_ids, seq_idx and cu_seq_lens of chats that stand side by side."""
     save_chat_model(tmp_path / "model", variant)

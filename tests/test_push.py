@@ -49,7 +49,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(saved, tmp_path) -> Path:
-    """A model's folder as training leaves it, with much that is nobody's business."""
+    """A model's folder as training leaves it, with files that must not be uploaded."""
     folder = tmp_path / "model"
     folder.mkdir()
     for path in saved.iterdir():

@@ -1,4 +1,4 @@
-"""A new rule is one subclass: the token loop and the closed form serve it, and every fast form passes it over."""
+"""A new rule is one subclass: the token loop and the closed form compute it, and no fast form is used for it."""
 
 import pytest
 import torch

@@ -1,27 +1,35 @@
 """Every script runs, in a reduced form, and leaves the record it promises."""
 
 import json
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from titans_hf.bench.stream import problems
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 
-def run(script: str, *arguments) -> str:
-    command = [sys.executable, str(SCRIPTS / script), *map(str, arguments)]
-    environment = {**os.environ, "COLUMNS": "400"}  # tables keep each line whole
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a script as the main program of this process, which spares it the imports, and returns what it printed."""
+    monkeypatch.setenv("COLUMNS", "400")  # no row of a table is wrapped
+    threads = torch.get_num_threads()
+
+    def run(script: str, *arguments) -> str:
+        monkeypatch.setattr(sys, "argv", [str(SCRIPTS / script), *map(str, arguments)])
+        capsys.readouterr()
+        runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+        return capsys.readouterr().out
+
+    yield run
+    torch.set_num_threads(threads)
 
 
-def test_the_tour_takes_every_step_and_tells_how_to_repeat_it(tmp_path):
+def test_the_tour_takes_every_step_and_tells_how_to_repeat_it(run, tmp_path):
     out = tmp_path / "demo"
     printed = run("demo.py", "--steps", 6, "--out", out)
     made = ("model.safetensors", "loss.png", "facts.txt", "facts.safetensors", "surprise.png", "surprise.html")
@@ -34,21 +42,21 @@ def test_the_tour_takes_every_step_and_tells_how_to_repeat_it(tmp_path):
     assert len(json.loads((out / "tour.json").read_text())["steps"]) == 6
 
 
-def test_recall_writes_its_curve_and_accuracies(tmp_path):
+def test_recall_writes_its_curve_and_accuracies(run, tmp_path):
     run("studies/recall.py", "--steps", 2, "--batch", 2, "--quiet", "--record", tmp_path / "recall")
     record = json.loads((tmp_path / "recall.json").read_text())
     assert [run["memory"] for run in record["runs"]] == ["written", "read only"]
     assert (tmp_path / "recall.png").stat().st_size > 10_000
 
 
-def test_stability_reports_every_case(tmp_path):
+def test_stability_reports_every_case(run, tmp_path):
     run("studies/stability.py", "--tokens", 500, "--variants", "mac", "lmm", "--record", tmp_path / "stability")
     record = json.loads((tmp_path / "stability.json").read_text())
     assert len(record["runs"]) == 6
     assert all(run["finite"] for run in record["runs"])
 
 
-def test_length_benchmark_shows_a_constant_cache(tmp_path):
+def test_length_benchmark_shows_a_constant_cache(run, tmp_path):
     arguments = ["--tokens", 1500, "--steps", 2, "--repeats", 1, "--variants", "mal", "--record", tmp_path / "length"]
     run("bench/length.py", *arguments)
     rows = json.loads((tmp_path / "length.json").read_text())["rows"]
@@ -61,11 +69,14 @@ PROGRAMS = sorted(str(path.relative_to(SCRIPTS)) for path in SCRIPTS.rglob("*.py
 
 
 @pytest.mark.parametrize("script", PROGRAMS)
-def test_every_script_explains_itself(script):
-    assert "usage" in run(script, "--help")
+def test_every_script_explains_itself(run, script, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run(script, "--help")
+    assert not ended.value.code
+    assert "usage" in capsys.readouterr().out
 
 
-def test_the_speed_benchmark_times_the_layer_and_its_bound(tmp_path):
+def test_the_speed_benchmark_times_the_layer_and_its_bound(run, tmp_path):
     sizes = ["--tokens", 128, "--expansions", 1, "--heads", 2, "--repeats", 1, "--threads", 1]
     printed = run("bench/speed.py", "--sections", "layer", *sizes, "--record", tmp_path / "speed")
     runs = json.loads((tmp_path / "speed.json").read_text())["runs"]
@@ -77,7 +88,7 @@ def test_the_speed_benchmark_times_the_layer_and_its_bound(tmp_path):
     assert (tmp_path / "speed.png").stat().st_size > 10_000
 
 
-def test_the_speed_benchmark_times_models_of_equal_parameters_and_of_equal_width(tmp_path):
+def test_the_speed_benchmark_times_models_of_equal_parameters_and_of_equal_width(run, tmp_path):
     sections = ["--sections", "training", "prefill", "decode", "--repeats", 1, "--threads", 1]
     sizes = ["--width", 64, "--vocabulary", 128, "--model-tokens", 100]
     decoding = ["--contexts", 64, 128, 200, "--batches", 1, 2, "--steps", 2]
@@ -100,7 +111,7 @@ def test_the_speed_benchmark_times_models_of_equal_parameters_and_of_equal_width
     assert (tmp_path / "speed-decode.png").stat().st_size > 10_000
 
 
-def test_a_long_stream_stays_finite_and_flat(tmp_path):
+def test_a_long_stream_stays_finite_and_flat(run, tmp_path):
     sizes = ["--variants", "mac", "--tokens", 4500, "--mark", 1000, "--piece", 300]
     run("bench/stream.py", *sizes, "--record", tmp_path / "stream")
     record = json.loads((tmp_path / "stream.json").read_text())

@@ -1,6 +1,7 @@
-"""Train tiny models by `accelerate launch`: the losses of every variant, and its weights, go to a folder.
+"""Train tiny models by `accelerate launch`, first with DDP and then with FSDP2.
 
-accelerate launch --multi_gpu --num_processes 2 tests/train_distributed.py {ddp,fsdp} FOLDER
+The losses of every variant, and its weights, go to FOLDER/ddp and FOLDER/fsdp:
+accelerate launch --multi_gpu --num_processes 2 tests/train_distributed.py FOLDER
 """
 
 import json
@@ -9,14 +10,16 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from support import VARIANTS, random_ids, tiny_model
 
-STEPS, BATCH = 20, 4
+STEPS, BATCH = 8, 4
+MODES = ("ddp", "fsdp")
 
 
 def make_accelerator(mode: str) -> Accelerator:
+    AcceleratorState._reset_state()  # of the mode before; the processes stay joined
     if mode == "ddp":
         return Accelerator(cpu=True)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
@@ -57,8 +60,9 @@ def read_different_documents(model: torch.nn.Module, rank: int) -> float:
     return loss.item()
 
 
-def main(mode: str, folder: Path) -> None:
+def run(mode: str, folder: Path) -> None:
     accelerator = make_accelerator(mode)
+    folder.mkdir(exist_ok=True)
     report = {"processes": accelerator.num_processes}
     for variant in VARIANTS:
         losses, model = train(variant, accelerator)
@@ -74,8 +78,10 @@ def main(mode: str, folder: Path) -> None:
         accelerator.free_memory()
     if accelerator.is_main_process:
         (folder / "report.json").write_text(json.dumps(report))
-    accelerator.end_training()
+    accelerator.wait_for_everyone()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    for mode in MODES:
+        run(mode, Path(sys.argv[1]) / mode)
+    torch.distributed.destroy_process_group()
