@@ -221,7 +221,7 @@ def test_there_is_an_example_for_everything_promised():
 
 
 @pytest.mark.parametrize("language, code", BLOCKS)
-def test_the_example_runs(language, code, folder, monkeypatch, capsys):
+def test_the_example_runs(language, code, folder, monkeypatch):
     """In this process, but for what is launched; that is why each must import titans_hf by itself."""
     for package in re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE):
         pytest.importorskip(package, reason=f"{package} is not installed (pip install titans-hf[dev])")

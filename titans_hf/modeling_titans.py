@@ -130,7 +130,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _can_compile_fullgraph = True
     _keep_in_fp32_modules_strict = ["memory.start"]
-    _fill_card = None  # `cards.fill_card` in titans_hf; as remote code the model leaves the card to transformers
+    _fill_card = None  # `hub.cards.fill_card` in titans_hf; as remote code the model leaves the card to transformers
 
     def __init__(self, config: TitansConfig, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
