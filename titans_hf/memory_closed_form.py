@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .fast_paths import inside_functorch, without_values
 from .rows import fill_slots
 
 
@@ -109,29 +110,49 @@ def delta_factors(rule, weights, momentum, chunk: OpenChunk, gates, k: Tensor, v
     """The same where the last layer's error is taken after the writes of the tokens before it in the chunk.
 
     Hidden layers stay at the chunk's start, so the inputs `a` of the last layer are known for all tokens at once, and
-    each error follows from the ones before it (a triangular system, solved by forward substitution):
-    `e_t = error(A_{t-1} a_t W + B_{t-1} a_t S - sum_{i<t} C_{t-1,i} (a_t . a_i) g_i, v_t)`, `g_i` the capped `e_i`.
+    each error follows from the ones before it, with `g_i` the capped `2 e_i`:
+    `e_t = A_{t-1} a_t W + B_{t-1} a_t S - v_t - sum_{i<t} C_{t-1,i} (a_t . a_i) g_i`.
     """
     inputs, slopes = _hidden_layers(weights, k)
     a, W, S = inputs[-1], weights[-1], momentum[-1]
     slots = chunk.length[:, None] + torch.arange(k.shape[2], device=k.device)  # [B, n]
     gates = [fill_slots(old, new, chunk.length) for old, new in zip(chunk.gates, gates, strict=True)]
-    A, B, C, *_ = coefficients_before(gates, slots.clamp(max=gates[0].shape[-1] - 1))
-    a_slots, g_slots = fill_slots(chunk.inputs[-1], a, chunk.length), chunk.errors[-1]
+    slots = slots.clamp(max=gates[0].shape[-1] - 1)
+    A, B, C, *_ = coefficients_before(gates, slots)
+    a_slots = fill_slots(chunk.inputs[-1], a, chunk.length)
     known, share = A * (a @ W) + B * (a @ S), C * (a @ a_slots.mT)
-    errors = []
-    for t in range(k.shape[2]):
-        answer = known[:, :, t] - (share[:, :, t, None] @ g_slots)[:, :, 0]  # [B, H, D]
-        errors.append(rule.error(answer, v[:, :, t]))
-        capped = _capped(rule, a[:, :, t], errors[-1])
-        here = torch.arange(g_slots.shape[2], device=k.device) == slots[:, t, None]  # [B, C]
-        g_slots = torch.where(here[:, None, :, None], capped[:, :, None], g_slots)
-    errors = torch.stack(errors, dim=2)  # [B, H, n, D], before the cap
+    errors = _solve_errors(rule, a, known - v, share, chunk, slots)
     found = [errors]
     if slopes:
+        g_slots = fill_slots(chunk.errors[-1], _capped(rule, a, errors), chunk.length)
         through = A * (errors @ W.mT) + B * (errors @ S.mT) - (C * (errors @ g_slots.mT)) @ a_slots
         found = [*_hidden_errors(weights, through, slopes), errors]
     return tuple(inputs), tuple(map(_capped, [rule] * len(found), inputs, found))
+
+
+def _solve_errors(rule, a: Tensor, known: Tensor, share: Tensor, chunk: OpenChunk, slots: Tensor) -> Tensor:
+    """`2 e` of every token, before the cap: [B, H, n, D]. A triangular solve, or a loop where the cap acts.
+
+    Args:
+        known: [B, H, n, D] what the errors are without the chunk's own writes.
+        share: [B, H, n, C] the weight of each slot's `g` in each token's answer, 0 from the token's own slot on.
+    """
+    slot = torch.arange(share.shape[-1], device=a.device)
+    g = torch.where((slot < chunk.length[:, None])[:, None, :, None], chunk.errors[-1], 0.0)  # [B, H, C, D]
+    own = share.gather(-1, slots[:, None, None].expand(*share.shape[:3], -1))  # [B, H, n, n]
+    errors = torch.linalg.solve_triangular(2 * own, 2 * (known - share @ g), upper=False, unitriangular=True)
+    if rule.max_surprise is None or (not without_values(a) and not inside_functorch() and _within_cap(rule, a, errors)):
+        return errors
+    found = []
+    for t in range(a.shape[2]):
+        found.append(2 * (known[:, :, t] - (share[:, :, t, None] @ g)[:, :, 0]))
+        here = (slot == slots[:, t, None])[:, None, :, None]
+        g = torch.where(here, _capped(rule, a[:, :, t], found[-1])[:, :, None], g)
+    return torch.stack(found, dim=2)
+
+
+def _within_cap(rule, a: Tensor, g: Tensor) -> bool:
+    return bool((_squared_norm(a) * _squared_norm(g) <= rule.max_surprise**2).all())
 
 
 def _hidden_layers(weights, k: Tensor) -> tuple[list[Tensor], list[Tensor]]:
