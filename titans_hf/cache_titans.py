@@ -295,6 +295,8 @@ class TitansCache(DynamicCache):
         A file of another model, of another version, or damaged, is refused with a `ValueError` that says why.
         """
         tensors, facts = read_snapshot(path)
+        defaults = {name: getattr(type(model.config), name, None) for name in REFUSED}
+        facts["config"] = {**defaults, **facts["config"]}  # a file from before a field has its default
         for what, ours in zip(("config", "weights"), fingerprint(model, REFUSED), strict=True):
             if facts[what] != ours:
                 raise ValueError(

@@ -7,6 +7,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 VARIANTS = ("mac", "mag", "mal", "lmm")
 MEMORY_GATES = ("token", "chunk")
+MEMORY_WRITES = ("chunk", "delta")
 MEMORY_FORGET_TO = ("zero", "start")
 MEMORY_IMPLEMENTATIONS = ("auto", "torch", "triton", "recurrent")
 
@@ -39,6 +40,9 @@ class TitansConfig(PreTrainedConfig):
             once momentum has spent it. By default `1 / (4 * memory_chunk_size)`, saved as a number: it does not follow
             a chunk size that is changed later.
         memory_eta_max: upper end of the momentum decay eta; the momentum sums at most `1 / (1 - memory_eta_max)` steps.
+        memory_write: "chunk" takes all gradients of a chunk at its start (Eq. 16). "delta" takes each token's error in
+            the memory's last layer after the writes of the tokens before it, so that larger steps are stable; autograd
+            differentiates it, which is slower, and the kernels do not serve it.
         memory_gates: "token" (gates per token) or "chunk" (gates of a chunk from its first token, Section 3.2).
         memory_momentum, memory_forget, memory_conv: switches for the ablations of Table 5.
         memory_forget_to: where the forget gate leads. "zero" is the paper as printed. "start" is the memory before a
@@ -91,6 +95,7 @@ class TitansConfig(PreTrainedConfig):
     memory_max_surprise: float | int | None = 10.0
     memory_theta_max: float | int | None = None
     memory_eta_max: float | int = 0.999
+    memory_write: str = "chunk"
     memory_gates: str = "token"
     memory_momentum: bool = True
     memory_forget: bool = True
@@ -153,6 +158,7 @@ class TitansConfig(PreTrainedConfig):
         """Raise a `ValueError` that names the first field that cannot work, and the fix."""
         for field, choices in (
             ("variant", VARIANTS),
+            ("memory_write", MEMORY_WRITES),
             ("memory_gates", MEMORY_GATES),
             ("memory_forget_to", MEMORY_FORGET_TO),
             ("memory_implementation", MEMORY_IMPLEMENTATIONS),
@@ -183,6 +189,11 @@ class TitansConfig(PreTrainedConfig):
             raise ValueError(
                 f"`memory_chunk_size` ({self.memory_chunk_size}) must divide `segment_size` ({self.segment_size}) "
                 "in the mac variant: choose a multiple"
+            )
+        if self.memory_write != "chunk" and self.memory_implementation == "triton":
+            raise ValueError(
+                "`memory_implementation` is 'triton', whose kernels take all gradients at the start of a chunk: take "
+                "'auto', or leave `memory_write` at 'chunk'"
             )
         if self.memory_forget_to == "start" and self.memory_implementation == "triton":
             raise ValueError(
@@ -233,6 +244,7 @@ READING = (  # changes what a model makes of what it reads
     "memory_max_surprise",
     "memory_theta_max",
     "memory_eta_max",
+    "memory_write",
     "memory_gates",
     "memory_momentum",
     "memory_forget",

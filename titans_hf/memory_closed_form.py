@@ -17,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .fast_paths import inside_functorch, without_values
+from .rows import fill_slots
+
 
 class Coefficients(NamedTuple):
     """What the memory after each token is made of; see the module's docstring."""
@@ -69,21 +72,110 @@ def negligible(dtype: torch.dtype) -> float:
     return 1e-24 if dtype == torch.float64 else 1e-16
 
 
+class OpenChunk(NamedTuple):
+    """The tokens of a chunk so far, in slots: see `memory_state.MemoryState` for the fields."""
+
+    inputs: tuple[Tensor, ...]
+    errors: tuple[Tensor, ...]
+    gates: tuple[Tensor, Tensor, Tensor]
+    length: Tensor
+
+    @classmethod
+    def empty(cls, weights: tuple[Tensor, ...], size: int) -> "OpenChunk":
+        """A chunk of that size without tokens."""
+        slots = (*weights[0].shape[:2], size)
+        inputs, errors = (tuple(W.new_zeros(*slots, W.shape[axis]) for W in weights) for axis in (2, 3))
+        length = torch.zeros(slots[0], dtype=torch.long, device=weights[0].device)
+        return cls(inputs, errors, tuple(weights[0].new_zeros(slots) for _ in range(3)), length)
+
+
+def coefficients_before(gates, slots: Tensor) -> Coefficients:
+    """What the memory before the tokens in the given slots [B, n] is made of: for the first slot, the chunk's start."""
+    before = chunk_coefficients(*gates, rows=(slots - 1).clamp(min=0))
+    first = (slots == 0)[:, None, :, None]
+    start = Coefficients(1.0, 0.0, 0.0, 1.0, 0.0)
+    return Coefficients(*(torch.where(first, x.new_tensor(at_start), x) for at_start, x in zip(start, before)))
+
+
 def gradient_factors(rule, weights, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Factors `a`, `g` of every token's gradient `u = a g^T` at the given weights (Eq. 12), after the rule's cap."""
-    inputs, slopes, x = [], [], k
-    for depth, W in enumerate(weights, 1):
-        inputs.append(x)
-        z = x @ W  # [B, H, n, out]
-        if depth < len(weights):
-            sigmoid = torch.sigmoid(z)
-            x = z * sigmoid
-            slopes.append(sigmoid * (1 + z * (1 - sigmoid)))
-    errors = [rule.error(z, v)]
-    for W, slope in zip(reversed(weights[1:]), reversed(slopes), strict=True):
+    inputs, slopes = _hidden_layers(weights, k)
+    errors = [rule.error(inputs[-1] @ weights[-1], v)]
+    if slopes:
+        errors = [*_hidden_errors(weights, errors[0] @ weights[-1].mT, slopes), *errors]
+    return tuple(inputs), tuple(map(_capped, [rule] * len(errors), inputs, errors))
+
+
+def delta_factors(rule, weights, momentum, chunk: OpenChunk, gates, k: Tensor, v: Tensor):
+    """The same where the last layer's error is taken after the writes of the tokens before it in the chunk.
+
+    Hidden layers stay at the chunk's start, so the inputs `a` of the last layer are known for all tokens at once, and
+    each error follows from the ones before it, with `g_i` the capped `2 e_i`:
+    `e_t = A_{t-1} a_t W + B_{t-1} a_t S - v_t - sum_{i<t} C_{t-1,i} (a_t . a_i) g_i`.
+    """
+    inputs, slopes = _hidden_layers(weights, k)
+    a, W, S = inputs[-1], weights[-1], momentum[-1]
+    slots = chunk.length[:, None] + torch.arange(k.shape[2], device=k.device)  # [B, n]
+    gates = [fill_slots(old, new, chunk.length) for old, new in zip(chunk.gates, gates, strict=True)]
+    slots = slots.clamp(max=gates[0].shape[-1] - 1)
+    A, B, C, *_ = coefficients_before(gates, slots)
+    a_slots = fill_slots(chunk.inputs[-1], a, chunk.length)
+    known, share = A * (a @ W) + B * (a @ S), C * (a @ a_slots.mT)
+    errors = _solve_errors(rule, a, known - v, share, chunk, slots)
+    found = [errors]
+    if slopes:
+        g_slots = fill_slots(chunk.errors[-1], _capped(rule, a, errors), chunk.length)
+        through = A * (errors @ W.mT) + B * (errors @ S.mT) - (C * (errors @ g_slots.mT)) @ a_slots
+        found = [*_hidden_errors(weights, through, slopes), errors]
+    return tuple(inputs), tuple(map(_capped, [rule] * len(found), inputs, found))
+
+
+def _solve_errors(rule, a: Tensor, known: Tensor, share: Tensor, chunk: OpenChunk, slots: Tensor) -> Tensor:
+    """`2 e` of every token, before the cap: [B, H, n, D]. A triangular solve, or a loop where the cap acts.
+
+    Args:
+        known: [B, H, n, D] what the errors are without the chunk's own writes.
+        share: [B, H, n, C] the weight of each slot's `g` in each token's answer, 0 from the token's own slot on.
+    """
+    slot = torch.arange(share.shape[-1], device=a.device)
+    g = torch.where((slot < chunk.length[:, None])[:, None, :, None], chunk.errors[-1], 0.0)  # [B, H, C, D]
+    own = share.gather(-1, slots[:, None, None].expand(*share.shape[:3], -1))  # [B, H, n, n]
+    errors = torch.linalg.solve_triangular(2 * own, 2 * (known - share @ g), upper=False, unitriangular=True)
+    if rule.max_surprise is None or (not without_values(a) and not inside_functorch() and _within_cap(rule, a, errors)):
+        return errors
+    found = []
+    for t in range(a.shape[2]):
+        found.append(2 * (known[:, :, t] - (share[:, :, t, None] @ g)[:, :, 0]))
+        here = (slot == slots[:, t, None])[:, None, :, None]
+        g = torch.where(here, _capped(rule, a[:, :, t], found[-1])[:, :, None], g)
+    return torch.stack(found, dim=2)
+
+
+def _within_cap(rule, a: Tensor, g: Tensor) -> bool:
+    return bool((_squared_norm(a) * _squared_norm(g) <= rule.max_surprise**2).all())
+
+
+def _hidden_layers(weights, k: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Every layer's input for keys [B, H, n, D], and the slope of every hidden layer's activation."""
+    inputs, slopes = [k], []
+    for W in weights[:-1]:
+        z = inputs[-1] @ W
+        sigmoid = torch.sigmoid(z)
+        inputs.append(z * sigmoid)
+        slopes.append(sigmoid * (1 + z * (1 - sigmoid)))
+    return inputs, slopes
+
+
+def _hidden_errors(weights, through: Tensor, slopes: list[Tensor]) -> list[Tensor]:
+    """The errors of the hidden layers, from the error behind the last of them (after its activation)."""
+    errors = [through * slopes[-1]]
+    for W, slope in zip(reversed(weights[1:-1]), reversed(slopes[:-1]), strict=True):
         errors.insert(0, (errors[0] @ W.mT) * slope)
-    scales = [rule.scale(_squared_norm(a) * _squared_norm(g)) for a, g in zip(inputs, errors, strict=True)]
-    return tuple(inputs), tuple(g * scale for g, scale in zip(errors, scales, strict=True))
+    return errors
+
+
+def _capped(rule, a: Tensor, g: Tensor) -> Tensor:
+    return g * rule.scale(_squared_norm(a) * _squared_norm(g))
 
 
 def _squared_norm(x: Tensor) -> Tensor:
@@ -114,7 +206,8 @@ def advance(weights, momentum, inputs, errors, end: Coefficients) -> tuple[tuple
 
 def read_chunk(rule, weights, momentum, start, q, k, v, theta, eta, alpha):
     """One whole chunk from its boundary: outputs, and weights and momentum at the next boundary."""
-    inputs, errors = gradient_factors(rule, weights, k, v)
+    chunk = OpenChunk.empty(weights, k.shape[2])
+    inputs, errors = rule.factors(weights, momentum, chunk, (theta, eta, alpha), k, v)
     coefficients = chunk_coefficients(theta, eta, alpha)
     y = read_tokens(weights, momentum, inputs, errors, coefficients, q)
     end = coefficients.last()

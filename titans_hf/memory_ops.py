@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from .fast_paths import inside_functorch, state_dtype, takes, without_autocast, without_values
 from .memory_chunks import scan as scan_by_hand
 from .memory_chunks import serves
-from .memory_closed_form import chunk_coefficients, gradient_factors, read_chunk, read_tokens
+from .memory_closed_form import chunk_coefficients, read_chunk, read_tokens
 from .memory_rule import Rule, answers, token_loop
 from .memory_state import MemoryState, where_all
 from .memory_step import step
@@ -82,7 +82,7 @@ def extend(rule: Rule, state: MemoryState, tokens, counts: Tensor | None = None)
         found = step(rule, state, q, k, v, gates)
         if found is not None:
             return found
-    factors = gradient_factors(rule, state.weights, k, v)
+    factors = rule.factors(state.weights, state.momentum, state.open_chunk(), gates, k, v)
     slots = state.length[:, None] + torch.arange(n, device=q.device)
     state = state.with_tokens(*factors, gates, n if counts is None else counts)
     coefficients = chunk_coefficients(*state.gates, rows=slots.clamp(max=C - 1))

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .memory_closed_form import OpenChunk, delta_factors, gradient_factors
 from .memory_state import MemoryState, where_all
 from .rows import on_host, where_rows
 
@@ -46,6 +47,14 @@ class Rule:
         """The derivative of `loss` by the answer, [..., D]: what back-propagation through the memory starts from."""
         return 2 * (answer - v)
 
+    def gradient_point(self, boundary: tuple[Tensor, ...], present: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The weights at which a token's gradient is taken: those of the last chunk boundary (Eq. 16)."""
+        return boundary
+
+    def factors(self, weights, momentum, chunk: OpenChunk, gates, k: Tensor, v: Tensor):
+        """Factors `a` and `g` of the gradients `u = a g^T` of new tokens [B, H, n, ...] of a chunk, in closed form."""
+        return gradient_factors(self, weights, k, v)
+
     def scale(self, squared_norm: Tensor) -> Tensor | float:
         """The factor that brings a gradient of that squared norm to a norm of at most `max_surprise`."""
         if self.max_surprise is None:
@@ -63,9 +72,27 @@ class Rule:
         return tuple(W + (1 - keep) * own for W, own in zip(weights, start, strict=True))
 
 
+class DeltaRule(Rule):
+    """Each token's error is taken after the writes of the tokens before it, in the last layer of the memory.
+
+    With all gradients at the chunk's start (Eq. 16), tokens of a chunk with similar keys overshoot together, and the
+    step must be small. Here a token corrects what the ones before it have left: steps up to 1/2 are stable, and a
+    linear memory is that of chunks of one token, whatever the chunk size. Hidden layers stay at the chunk's start.
+    """
+
+    def gradient_point(self, boundary, present):
+        return (*boundary[:-1], present[-1])
+
+    def factors(self, weights, momentum, chunk, gates, k, v):
+        return delta_factors(self, weights, momentum, chunk, gates, k, v)
+
+
+RULES = {"chunk": Rule, "delta": DeltaRule}
+
+
 def rule_of(config) -> Rule:
     """The rule of a `TitansConfig`."""
-    return Rule(max_surprise=config.memory_max_surprise)
+    return RULES[config.memory_write](max_surprise=config.memory_max_surprise)
 
 
 def answers(weights: tuple[Tensor, ...], x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -125,7 +152,7 @@ def token_loop(rule: Rule, q, k, v, theta, eta, alpha, state: MemoryState, mask:
     for t in range(q.shape[1]):
         real = torch.ones_like(state.length, dtype=torch.bool) if mask is None else mask[:, t]
         gates = [gate[:, t] for gate in (theta, eta, alpha)]
-        u, inputs, errors = surprise(rule, state.weights, k[:, t], v[:, t])  # at the last chunk boundary (Eq. 16)
+        u, inputs, errors = surprise(rule, rule.gradient_point(state.weights, M), k[:, t], v[:, t])
         M_new, S_new = write(M, S, u, *gates)
         y = answers(M_new, q[:, t, :, None])[1][-1].squeeze(-2)  # Eq. 15
         outputs.append(where_rows(real, y, torch.zeros_like(y)))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .fast_paths import without_autocast
-from .memory_closed_form import advance, chunk_coefficients
-from .rows import compact, where_rows
+from .memory_closed_form import OpenChunk, advance, chunk_coefficients
+from .rows import compact, fill_slots, where_rows
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,14 @@ class MemoryState:
             length=torch.zeros(B, dtype=torch.long, device=first.device),
         )
 
+    def open_chunk(self) -> OpenChunk:
+        """The open chunk, for a state with its fields."""
+        return OpenChunk(self.inputs, self.errors, self.gates, self.length)
+
     def with_tokens(self, inputs, errors, gates, count: int | Tensor) -> "MemoryState":
         """The state with n more tokens in its open chunk: [B, H, n, ...] each, of which a row has `count`."""
         parts = ((self.inputs, inputs), (self.errors, errors), (self.gates, gates))
-        filled = [tuple(_fill_slots(*pair, self.length) for pair in zip(old, new, strict=True)) for old, new in parts]
+        filled = [tuple(fill_slots(*pair, self.length) for pair in zip(old, new, strict=True)) for old, new in parts]
         return MemoryState(self.weights, self.momentum, *filled, self.length + count, self.start)
 
     def close(self, weights: tuple[Tensor, ...], momentum: tuple[Tensor, ...]) -> "MemoryState":
@@ -133,12 +137,3 @@ TENSOR_FIELDS = tuple(field.name for field in fields(MemoryState) if field.name 
 def where_all(rows: Tensor, xs: tuple[Tensor, ...], ys: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Rows of `xs` where `rows` [B] is True, rows of `ys` elsewhere, tensor by tensor."""
     return tuple(where_rows(rows, x, y) for x, y in zip(xs, ys, strict=True))
-
-
-def _fill_slots(buffer: Tensor, new: Tensor, length: Tensor) -> Tensor:
-    """Put `new` [B, H, n, ...] after the first `length` [B] slots of `buffer` [B, H, C, ...]."""
-    slot = torch.arange(buffer.shape[2], device=buffer.device) - length[:, None]  # [B, C]
-    shape = (slot.shape[0], 1, slot.shape[1], *[1] * (buffer.dim() - 3))
-    index = slot.clamp(0, new.shape[2] - 1).view(shape)
-    filled = new.gather(2, index.expand(*buffer.shape))
-    return torch.where((slot < 0).view(shape), buffer, filled)

@@ -23,6 +23,15 @@ def where_rows(rows: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return torch.where(rows.view(-1, *[1] * (x.dim() - 1)), x, y)
 
 
+def fill_slots(buffer: Tensor, new: Tensor, length: Tensor) -> Tensor:
+    """Put `new` [B, H, n, ...] after the first `length` [B] slots of `buffer` [B, H, C, ...]."""
+    slot = torch.arange(buffer.shape[2], device=buffer.device) - length[:, None]  # [B, C]
+    shape = (slot.shape[0], 1, slot.shape[1], *[1] * (buffer.dim() - 3))
+    index = slot.clamp(0, new.shape[2] - 1).view(shape)
+    filled = new.gather(2, index.expand(*buffer.shape))
+    return torch.where((slot < 0).view(shape), buffer, filled)
+
+
 def on_host(counts: Tensor | None) -> list[int] | None:
     """Row counts as Python numbers, or None where they have no values: then callers use bounds instead."""
     return None if counts is None or without_values(counts) else counts.tolist()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache_titans import TitansCache
-from .memory_closed_form import Coefficients, advance, chunk_coefficients, gradient_factors, read_tokens
+from .memory_closed_form import Coefficients, OpenChunk, advance, chunk_coefficients, read_tokens
 from .memory_layer import NeuralMemory
 from .memory_ops import recall
 from .memory_rule import Rule
@@ -193,7 +193,8 @@ def _fields_when_written(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor
     start, found = 0, []
     while start < k.shape[2]:
         part = slice(start, start + chunk_size - place)
-        inputs, errors = gradient_factors(rule, weights, k[:, :, part], v[:, :, part])
+        chunk = state.open_chunk() if place else OpenChunk.empty(weights, chunk_size)
+        inputs, errors = rule.factors(weights, momentum, chunk, gates[..., part], k[:, :, part], v[:, :, part])
         open_gates = gates[..., part]
         if place:  # the chunk already holds tokens of the last call
             inputs = _behind(state.inputs, inputs, place, dim=-2)
