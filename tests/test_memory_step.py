@@ -169,7 +169,7 @@ def test_a_layer_read_with_gradients_then_without_from_one_carry(width):
     x = torch.randn(1, 40, memory.q_proj.in_features, dtype=torch.float64)
     with torch.no_grad():
         _, carry, _ = memory(x[:, :5], memory.begin(1, spare=64))
-        carry.tail, carry.state = carry.tail.settled(), carry.state.opened(memory.chunk_size)
+        carry.tail, carry.state = carry.tail.compact(), carry.state.opened(memory.chunk_size)
         _, carry, _ = memory(x[:, 5:6], carry)
     y, _, _ = memory(x[:, 6 : 6 + width], carry)
     with torch.no_grad():

@@ -266,7 +266,7 @@ class SlidingAttention(TitansAttention):
         window, past = {}, 0
         if tails is not None:
             past = min(self.config.sliding_window - 1, rows.reach)
-            (k, keys), (v, values) = (tail.go_on(new, rows.lengths) for tail, new in zip(tails, (k, v), strict=True))
+            (k, keys), (v, values) = (tail.append(new, rows.lengths) for tail, new in zip(tails, (k, v), strict=True))
             window = {"keys": keys, "values": values}
             k, v = (x[:, keys.size - past :] for x in (k, v))
         if self.config._attn_implementation == "flash_attention_2":

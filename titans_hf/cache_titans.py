@@ -76,7 +76,7 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def store(self, carry: LayerCarry, seen: Tensor) -> None:
         """Take over the state after one pass, and how many tokens [B] each row has read by then."""
-        self.carry, self.seen = carry.settled(), seen
+        self.carry, self.seen = carry.compact(), seen
 
     def advance(self, mask: Tensor | None, width: int) -> None:
         """Count the token columns of one forward; `mask` [B, width] says which were real, None means all."""

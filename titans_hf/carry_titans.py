@@ -74,9 +74,9 @@ class RewindLog:
             max(self.columns, other.columns),
         )
 
-    def settled(self) -> "RewindLog":
+    def compact(self) -> "RewindLog":
         """The same log in tensors that hold nothing else."""
-        return replace(self, tokens=self.tokens.settled())
+        return replace(self, tokens=self.tokens.compact())
 
     def tensors(self) -> list[Tensor]:
         return [*self.base.tensors(), *(self.segment or ()), self.seen, self.tokens.buffer, self.count]
@@ -89,7 +89,7 @@ class RewindLog:
     def filled(self, named: dict[str, Tensor], columns: int) -> "RewindLog":
         """A log of the same form with the tensors of a snapshot."""
         base, segment = _filled_state("base", self.base, named), _filled("base_segment", self.segment, named)
-        return RewindLog(base, segment, named["base_seen"], Tail(named["tokens"]).settled(), named["count"], columns)
+        return RewindLog(base, segment, named["base_seen"], Tail(named["tokens"]).compact(), named["count"], columns)
 
     @torch.no_grad()
     def append(self, written: Written, lengths: Tensor | None, read_only: bool, config) -> "RewindLog":
@@ -98,13 +98,13 @@ class RewindLog:
         log = self if self.columns + T <= LOG_COLUMNS else self._moved_on(config)
         flag = written.k.new_full((*written.k.shape[:3], 1), float(not read_only))
         new = torch.cat((written.k, written.v, written.gates.transpose(2, 3), flag), dim=-1)
-        _, tokens = log.tokens.go_on(new.detach(), lengths)
+        _, tokens = log.tokens.append(new.detach(), lengths)
         count = log.count + (T if lengths is None else lengths)
         return replace(log, tokens=tokens, count=count, columns=log.columns + T)
 
     def without_last(self, removed: Tensor) -> "RewindLog":
         """The log without each row's last `removed` [B] tokens."""
-        return replace(self, tokens=self.tokens.without_last(removed).settled(), count=self.count - removed)
+        return replace(self, tokens=self.tokens.without_last(removed).compact(), count=self.count - removed)
 
     def written_among_last(self, removed: Tensor) -> Tensor:
         """[B] how many of each row's last `removed` [B] tokens were written."""
@@ -178,9 +178,9 @@ class LayerCarry:
         """Apply a batch operation to every tensor."""
         return self._map(lambda part: part.map(fn), lambda part: part.map(fn), fn)
 
-    def settled(self) -> "LayerCarry":
+    def compact(self) -> "LayerCarry":
         """The same carry in tensors that hold nothing else."""
-        return self._map(lambda memory: memory.compact(), lambda part: part.settled(), compact)
+        return self._map(lambda memory: memory.compact(), lambda part: part.compact(), compact)
 
     def without_room(self) -> "LayerCarry":
         """The same carry, its tails without room to grow."""
@@ -224,7 +224,7 @@ class LayerCarry:
     def filled(self, named: dict[str, Tensor], columns: int) -> "LayerCarry":
         """A carry of the same form with the tensors of a snapshot; `columns` are those of its log."""
         log = {name.removeprefix("log."): x for name, x in named.items() if name.startswith("log.")}
-        tails = {name: Tail(named[f"tails.{name}"]).settled() for name in self._all_tails()}
+        tails = {name: Tail(named[f"tails.{name}"]).compact() for name in self._all_tails()}
         return LayerCarry(
             MemoryCarry(_filled_state("memory", self.memory, named), tails["conv"]),
             {name: tails[name] for name in self.tails},
@@ -268,7 +268,7 @@ class LayerCarry:
     @torch.no_grad()
     def without_last(self, removed: Tensor, seen: Tensor, config: PreTrainedConfig) -> "LayerCarry":
         """The carry before each row's last `removed` [B] real tokens, when it had read `seen` [B]."""
-        shorten = lambda tail: tail.without_last(removed).settled()  # noqa: E731
+        shorten = lambda tail: tail.without_last(removed).compact()  # noqa: E731
         unwritten, log = self.log.written_among_last(removed), self.log.without_last(removed)
         memory, segment = self.memory, self.segment_weights
         same_segment = segment is None or bool(_same_cell(seen, seen - removed, config.segment_size))

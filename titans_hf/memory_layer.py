@@ -297,7 +297,7 @@ class NeuralMemory(nn.Module):
             ]
             return found, tail.after(projected, lengths)
         joined = projected[0] if streams == 1 else torch.cat(projected, dim=-1)
-        extended, tail = tail.go_on(joined, lengths)
+        extended, tail = tail.append(joined, lengths)
         if self.conv is not None:
             taps = self.conv(streams * width)
             joined = convolved(

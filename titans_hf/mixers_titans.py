@@ -242,7 +242,7 @@ class MemoryAsContext(MemoryMixer):
         if rows.keep:
             past = min(C - 1, rows.reach) if is_open else 0
             for i, name in enumerate(SEGMENT_TAILS):
-                extended, tails[name] = carry.tails[name].go_on(kv[i], counts)
+                extended, tails[name] = carry.tails[name].append(kv[i], counts)
                 kv[i] = extended[:, extended.shape[1] - past - T :]
         y, weights = self.attention(rotate(q, segment_at), kv, _pair(carry.fixed), past, places, output_attentions)
         m, memory, written = self.memory(self.write_norm(y), carry.own, counts, read_only)

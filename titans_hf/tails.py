@@ -79,7 +79,7 @@ class Tail:
         slot = torch.arange(self.size, device=removed.device) - removed[:, None]
         return Tail(take(self.values, slot.clamp(min=0)))
 
-    def settled(self) -> "Tail":
+    def compact(self) -> "Tail":
         """The same tail in a buffer that holds nothing else: a view would keep a whole prefill alive."""
         if torch.compiler.is_compiling():
             return Tail(compact(self.values))
@@ -91,7 +91,7 @@ class Tail:
         cursor = Cursor(self.size) if takes("append") else None
         return Tail._in(torch.cat((values, room), dim=1), self.size, self.size, cursor)
 
-    def go_on(self, new: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, "Tail"]:
+    def append(self, new: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, "Tail"]:
         """Append tokens: returns [the tail | the new tokens], [B, size + T, ...], and the tail after each row's last.
 
         Args:
@@ -122,7 +122,7 @@ class Tail:
         if lengths is None and self.size <= T:
             self._retire()
             return Tail(torch.cat([x[:, T - self.size :] for x in new], dim=-1).to(self.buffer.dtype))
-        return self.go_on(torch.cat(list(new), dim=-1), lengths)[1]
+        return self.append(torch.cat(list(new), dim=-1), lengths)[1]
 
 
 def _last(extended: Tensor, lengths: Tensor | None, count: int) -> Tensor:
