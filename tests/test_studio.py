@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from titans_hf import TitansCache
 from titans_hf.cli.answering import Style, answer, read
 from titans_hf.cli.app import app
-from titans_hf.snapshots import read_note
+from titans_hf.snapshots import content_digest, read_note
 
 pytest.importorskip("gradio", reason="gradio is not installed")
 
@@ -209,11 +209,11 @@ def test_a_saved_memory_goes_on_where_it_was(studio, memory, tmp_path):
 
 
 def with_config(path: Path, out: Path, **fields) -> None:
-    """The same file, claiming another configuration."""
+    """The same file, claiming another configuration, with a digest that is right."""
     with safe_open(path, "pt") as file:
         metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     metadata["config"] = json.dumps({**json.loads(metadata["config"]), **fields})
-    save_file(tensors, out, metadata)
+    save_file(tensors, out, {**metadata, "digest": content_digest(tensors, metadata)})
 
 
 def test_what_cannot_be_done_is_said(studio, model, memory, tmp_path, monkeypatch):
