@@ -262,7 +262,7 @@ def test_generate_keeps_a_log_only_where_something_may_be_cropped(variant, monke
     returned.past_key_values.crop(-2)
 
 
-def test_the_cache_of_a_preset_is_what_its_parts_add_up_to():
+def test_the_cache_of_a_preset_stays_within_its_bytes():
     """titans-mac-340m, 16 layers. The keys and values of a segment and its retrieved tokens are the largest part."""
     expected = {torch.float32: (147, 278), torch.bfloat16: (110, 225)}
     for dtype, sizes in expected.items():
@@ -277,3 +277,40 @@ def test_the_cache_of_a_preset_is_what_its_parts_add_up_to():
                 tail.buffer.dtype for tail in (cache.layers[0].carry.own.tail, *cache.layers[0].carry.tails.values())
             }
             assert dtypes == {dtype}
+
+
+def test_drafts_with_a_cache_that_cannot_be_cropped_are_refused_before_anything_is_read():
+    model, ids = tiny_model("mag", torch.float32), random_ids(1, 9)
+    cache = TitansCache(model.config, rewind=False)
+    assert not cache.layers[0].is_croppable
+    with pytest.raises(ValueError, match="rewind=False"):
+        model.generate(ids, past_key_values=cache, max_new_tokens=5, prompt_lookup_num_tokens=2)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_cache_asked_for_another_dtype_stays_on_its_device():
+    config = tiny_config("mag")
+    with torch.device("meta"):
+        model = TitansForCausalLM(config)
+    cache = TitansCache(config)
+    read(model, torch.zeros(1, 3, dtype=torch.long, device="meta"), cache)
+    assert {x.device.type for layer in cache.to(torch.float64).layers for x in layer.tensors()} == {"meta"}
+
+
+def test_a_crop_inside_the_open_chunk_passes_no_gradients():
+    """As one further back, whose memory is computed again."""
+    model, ids = tiny_model("lmm", memory_chunk_size=16), random_ids(1, 12)
+    cache = model(ids[:, :9], use_cache=True).past_key_values
+    cache.crop(-2)
+    assert not any(x.requires_grad for x in cache.layers[0].carry.memory.tensors())
+
+
+@every_variant
+def test_a_loss_with_a_cache_can_be_differentiated_by_torch_func(variant):
+    model, ids = tiny_model(variant), random_ids(1, 7)
+    scale = torch.ones((), dtype=torch.float64)
+
+    def loss(scale):
+        return model(inputs_embeds=scale * model.get_input_embeddings()(ids), use_cache=True).logits.square().sum()
+
+    assert torch.func.grad(loss)(scale).isfinite()

@@ -113,6 +113,15 @@ def test_a_linear_memory_written_by_delta_does_not_depend_on_the_chunk_size(cap)
             assert_close(mine, theirs, 1e-12)
 
 
+def test_delta_refuses_a_loss_that_its_closed_form_does_not_solve():
+    class RobustDelta(DeltaRule):
+        error = RobustRule.error
+
+    tokens, state = memory_inputs()
+    with pytest.raises(ValueError, match="squared loss: give RobustDelta its own"):
+        neural_memory(*tokens, state, chunk_size=4, rule=RobustDelta())
+
+
 def test_large_steps_overshoot_equal_keys_unless_they_are_written_by_delta():
     """A chunk of 16 equal keys, theta 1/2: by delta the first write is exact and the others change nothing."""
     (q, k, v, theta, eta, alpha), state = memory_inputs(T=16, depth=1)

@@ -48,7 +48,8 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def __init__(self, rewind: bool = True, **kwargs):
         super().__init__()
-        self.spare = REWIND if rewind and self.is_croppable else 0  # tokens that tails keep beyond what is needed
+        self.is_croppable = type(self).is_croppable and rewind
+        self.spare = REWIND if self.is_croppable else 0  # tokens that tails keep beyond what is needed
         self.config: PreTrainedConfig | None = None
         self.bound: dict | None = None
         self._empty()
@@ -85,10 +86,10 @@ class TitansCacheLayer(CacheLayerMixin):
             return
         B, device = self.seen.shape[0], self.seen.device
         if mask is None:
-            mask = torch.ones(B, min(width, REWIND), dtype=torch.bool, device=device)
+            mask = torch.ones(B, min(width, REWIND), dtype=torch.bool)
         if self.recent is None:
             self.recent = torch.zeros(B, REWIND, dtype=torch.bool, device=device)
-        self.recent = torch.cat((self.recent, mask), dim=1)[:, -REWIND:].clone()
+        self.recent = torch.cat((self.recent, mask.to(device)), dim=1)[:, -REWIND:].clone()
         # An empty log: all was read in one long pass, and there is no state to go back to.
         self.rewindable = min(REWIND, self.rewindable + width) if self.carry.log.columns else 0
 
@@ -185,6 +186,7 @@ class TitansCacheLayer(CacheLayerMixin):
 
     def hide(self, hidden: Tensor) -> None:
         """Take back the tokens of the columns that `hidden` [B, REWIND] names: the last real ones of their rows."""
+        hidden = hidden.to(self.recent.device)
         self._take_back(hidden.sum(1))
         self.recent = self.recent & ~hidden
 
@@ -335,8 +337,8 @@ class TitansCache(DynamicCache):
 
     def to(self, *args, **kwargs) -> "TitansCache":
         """Move to a device, in place. The dtypes of a cache are part of what it computes and stay."""
-        device = torch.empty(0).to(*args, **kwargs).device
-        for layer in self.layers:
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        for layer in self.layers if device is not None else ():
             layer.map(lambda x: x.to(device))
         return self
 

@@ -75,7 +75,7 @@ class RewindLog:
         )
 
     def compact(self) -> "RewindLog":
-        """The same log in tensors that hold nothing else."""
+        """The same log in tensors that hold nothing else; the base owns its bytes already."""
         return replace(self, tokens=self.tokens.compact())
 
     def tensors(self) -> list[Tensor]:
@@ -241,16 +241,17 @@ class LayerCarry:
 
     def parts(self) -> dict[str, int]:
         """The bytes of every part."""
-        state, tails = self.memory, self._all_tails()
-        convolution = [tail.buffer for name, tail in tails.items() if name.startswith("conv")]
-        attention = [tail.buffer for name, tail in tails.items() if not name.startswith("conv")]
+        state, tails = self.memory, {name: tail.buffer for name, tail in self._all_tails().items()}
+        outputs = [tails.pop("output")] if "output" in tails else []
+        convolution = [tails.pop(name) for name in list(tails) if name.startswith("conv")]
         found = {
             "memory": (*state.weights, *state.momentum),
             "where forgetting leads": state.start or (),
             "open chunk": (*state.inputs, *state.errors, *state.gates, state.length),
             "segment start": self.segment_weights or (),
-            "attention": (*attention, *self.fixed.values()),
+            "attention": (*tails.values(), *self.fixed.values()),
             "convolution": convolution,
+            "last outputs": outputs,
             "rewinding": () if self.log is None else self.log.tensors(),
         }
         return {name: sum(x.nbytes for x in xs) for name, xs in found.items()}
@@ -273,7 +274,7 @@ class LayerCarry:
         memory, segment = self.memory, self.segment_weights
         same_segment = segment is None or bool(_same_cell(seen, seen - removed, config.segment_size))
         if same_segment and bool((unwritten <= memory.length).all()):
-            memory = replace(memory, length=memory.length - unwritten)
+            memory = replace(memory, length=memory.length - unwritten).map(Tensor.detach)
         else:
             memory, segment = log.replay(log.count, config)
         tails = {name: shorten(tail) for name, tail in self.tails.items()}

@@ -1,9 +1,9 @@
-"""The one place that decides between a fast path and the plain one, and in which precision the memory computes.
+"""The one place that says when a fast path may be taken, and in which precision the memory computes.
 
 Every fast path computes what a plain path computes too, and works in eager mode only: while `torch.compile` traces or
 `torch.func` transforms, the plain path is taken, because neither can look into a hand-written backward or a buffer that
 is filled in place.
-`forced` pins any choice, so that a test can run both paths on the same input.
+`forced` pins any choice, so that a test can run both paths on the same input; a path for one token stays one.
 
 | path | what is fast | taken when |
 |---|---|---|
@@ -31,7 +31,7 @@ _forced: dict[str, bool] = {}
 def takes(path: str, tokens: int = 1) -> bool:
     """Whether to take a fast path for a call with that many tokens."""
     if path in _forced:
-        return _forced[path]
+        return _forced[path] and (tokens == 1 or path not in ONE_TOKEN)
     if torch.is_grad_enabled() and path in WITHOUT_GRADIENTS:
         return False
     if (tokens != 1 and path in ONE_TOKEN) or (tokens <= FEW and path == "tokens"):

@@ -106,12 +106,11 @@ def extend_chunk(state, q, k, v, theta, eta, alpha, counts: Tensor | None, max_s
 class Form(NamedTuple):
     """What reads whole chunks (`scan`), and what reads tokens into an open one (`extend`)."""
 
-    name: str
     scan: Callable
     extend: Callable
 
 
-TORCH = Form("torch", scan, extend)
+TORCH = Form(scan, extend)
 
 
 def choose_form(backend: str, rule: Rule, state: MemoryState, q: Tensor, chunk_size: int) -> Form:
@@ -123,7 +122,7 @@ def choose_form(backend: str, rule: Rule, state: MemoryState, q: Tensor, chunk_s
         raise ValueError(f"`backend='triton'` {refusal}")
     if refusal is not None or (backend == "auto" and not _kernels_pass(state, q, chunk_size)):
         return TORCH
-    return Form("triton", _kernel_scan, _kernel_extend)
+    return Form(_kernel_scan, _kernel_extend)
 
 
 def kernel_refusal(rule: Rule, state: MemoryState, q: Tensor, chunk_size: int) -> str | None:
@@ -153,7 +152,7 @@ def _kernels_pass(state: MemoryState, q: Tensor, chunk_size: int) -> bool:
     return _kernels().passes(state.weights, q, chunk_size, scan_chunks, extend_chunk, MemoryState)
 
 
-def _kernel_scan(rule: Rule, weights, momentum, start, tokens, chunks: Tensor | None):
+def _kernel_scan(rule: Rule, weights, momentum, _start: None, tokens, chunks: Tensor | None):
     return _kernels().scan_chunks(weights, momentum, *tokens, chunks, rule.max_surprise)
 
 
@@ -189,7 +188,11 @@ def _read_chunkwise(rule: Rule, tokens, state: MemoryState, lengths: Tensor | No
 
 
 def recall(weights: tuple[Tensor, ...], q: Tensor) -> Tensor:
-    """`M(q)` of a memory that is not being written: the same weights for every query [B, T, H, D]."""
+    """`M(q)` of a memory that is not being written: the same weights for every query [B, T, H, D].
+
+    Under autograd, take the weights of `state.current()`, or of `state.without_writer()`: a decoding step that goes on
+    from a state writes into its buffers.
+    """
     with without_autocast(q):
         y = answers(weights, q.transpose(1, 2).to(weights[0].dtype))[1][-1]
     return y.transpose(1, 2).to(q.dtype)

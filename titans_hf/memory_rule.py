@@ -84,6 +84,10 @@ class DeltaRule(Rule):
         return (*boundary[:-1], present[-1])
 
     def factors(self, weights, momentum, chunk, gates, k, v):
+        if type(self).error is not Rule.error:
+            raise ValueError(
+                f"the closed form of `DeltaRule` is for the squared loss: give {type(self).__name__} its own"
+            )
         return delta_factors(self, weights, momentum, chunk, gates, k, v)
 
 
@@ -162,6 +166,7 @@ def token_loop(rule: Rule, q, k, v, theta, eta, alpha, state: MemoryState, mask:
         full = state.length == chunk_size
         M = where_all(full, rule.at_boundary(M, state.start, state.kept()), M)
         state = state.close(M, S)
-    if not any(on_host(state.length)):
+    places = on_host(state.length)
+    if places is not None and not any(places):
         state = state.at_boundary()
     return torch.stack(outputs, dim=1), state

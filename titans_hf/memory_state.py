@@ -29,7 +29,7 @@ class MemoryState:
         length: [B] tokens in each row's open chunk; slots from there on are unused.
         start: per layer [B, H, in, out], where forgetting leads (`Rule.at_boundary`); None is zero, as printed.
         writer: what the decoding step (`memory_step`) needs to go on from this state in place. Any state may be
-            without one; a state that is changed by `replace` is.
+            without one; that of a state which was changed by `replace` is ignored.
     """
 
     weights: tuple[Tensor, ...]

@@ -2,7 +2,7 @@
 
 The time of a single token is the number of operations it takes, so here they are few: the state lies in few buffers,
 whose slots are filled in place (`tails.Cursor`), and what the present memory is made of is carried from token to token
-by Eqs. 13 and 14 themselves. `memory_ops.extend_chunk` defines what is computed.
+by Eqs. 13 and 14 themselves. `memory_ops.extend` defines what is computed.
 
 Axis letters: B batch, H heads, G = B H, C tokens of a chunk, D head width.
 """

@@ -312,7 +312,8 @@ class TitansModel(TitansPreTrainedModel):
     def _passes(self, embeds: Tensor, mask: Tensor | None, cache: Cache | None, whole: bool):
         """The tokens as one pass, or as two when a long input fills a cache that can be cropped.
 
-        The cache can go back `REWIND` tokens: these are read in a pass of their own, from a state that it keeps.
+        The cache can go back `REWIND` tokens: these are read in a pass of their own, from a state that it keeps. This
+        stays a generator: the second pass starts from what the first has stored.
         """
         layer = None if cache is None else cache.layers[0]
         rewinds = layer is not None and layer.spare and not whole and not torch.compiler.is_compiling()
@@ -541,9 +542,13 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
                 f"`cache_implementation={kind!r}` cannot hold a Titans memory, which has a small, constant size: leave "
                 "it out, or use 'static' to compile the decoding step"
             )
-        asked_for = model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False
-        if asked_for and kind != "static":
-            drafts = generation_mode == GenerationMode.ASSISTED_GENERATION
+        given, drafts = model_kwargs.get("past_key_values"), generation_mode == GenerationMode.ASSISTED_GENERATION
+        if drafts and isinstance(given, TitansCache) and not given.layers[0].is_croppable:
+            raise ValueError(
+                "`past_key_values` was made with `rewind=False`, and drafts need to be taken back: pass a "
+                "TitansCache(model.config)"
+            )
+        if given is None and generation_config.use_cache is not False and kind != "static":
             rewind = drafts or bool(generation_config.return_dict_in_generate)
             model_kwargs["past_key_values"] = TitansCache(self.config, rewind)
         else:

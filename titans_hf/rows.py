@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .fast_paths import without_values
+from .fast_paths import inside_functorch, without_values
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def on_host(counts: Tensor | None) -> list[int] | None:
 
 def compact(x: Tensor) -> Tensor:
     """A tensor that holds just its own bytes: a view would keep a whole prefill alive."""
-    if torch.compiler.is_compiling():  # sizes may be symbols
+    if torch.compiler.is_compiling() or inside_functorch():  # sizes may be symbols, and tensors without storage
         return x.clone()
     return x if x.untyped_storage().nbytes() == x.nbytes and x.is_contiguous() else x.clone()
 

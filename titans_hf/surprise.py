@@ -124,7 +124,7 @@ def trace(
         raise ValueError(f"`piece` must be at least 1 token, got {piece}")
     stack = model.base_model
     rows = rows.to(stack.embed_tokens.weight.device)
-    cache = TitansCache(model.config) if past_key_values is None else past_key_values
+    cache = TitansCache(model.config, rewind=False) if past_key_values is None else past_key_values
     tokens = None if tokenizer is None else token_texts(tokenizer, rows[0].tolist())
     memories = [layer.mixer.memory for layer in stack.layers]
     training = model.training
@@ -203,7 +203,7 @@ def _fields_when_written(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor
         after = chunk_coefficients(*open_gates)
         answers = read_tokens(weights, momentum, inputs, errors, _before(after, place), k[:, :, part])
         norm = _norms(weights, momentum, inputs, errors, after)[..., place:]
-        found.append(((answers - v[:, :, part]).square().sum(-1), norm))
+        found.append((rule.loss(answers, v[:, :, part]), norm))
         weights, momentum = advance(weights, momentum, inputs, errors, after.last())
         if state.start is not None:
             weights = rule.at_boundary(weights, state.start, after.last().A)
@@ -214,12 +214,12 @@ def _fields_when_written(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor
     return surprise, v.square().sum(-1), *gates, norm
 
 
-def _fields_when_read(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor, *_):
+def _fields_when_read(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor, chunk_size: int, rule: Rule):
     """The same for tokens that are not written: the memory does not change, and all gates are 0."""
     weights, _ = state.current()
     answers = recall(weights, k.transpose(1, 2)).transpose(1, 2)
     norm = _norm(weights)[..., None].expand(k.shape[:3])
-    return (answers - v).square().sum(-1), v.square().sum(-1), *torch.zeros_like(gates), norm
+    return rule.loss(answers, v), v.square().sum(-1), *torch.zeros_like(gates), norm
 
 
 def _norm(weights: tuple[Tensor, ...]) -> Tensor:

@@ -20,7 +20,7 @@ class Cursor:
     Values that are carried from call to call (`Tail`, `memory_step.ChunkWriter`) are never changed. A value that is one
     token longer may still share its buffer with the one before, because neither looks beyond its own end. Only the
     longest may append in place; any other value, and any value of autograd or of inference mode outside of it, copies
-    the buffer first. Copies and pickles have a cursor of their own.
+    the buffer first. Copies and pickles have none until they move.
     """
 
     def __init__(self, end: int):

@@ -30,7 +30,7 @@ def describe(config: "TitansConfig", dtype: "torch.dtype") -> dict:
     """The figures of `titans info`."""
     layers = config.num_hidden_layers
     first, last = read_one_token(config, dtype)
-    cache, rewinding = (cache_bytes(layers, *read_one_token(config, dtype, rewind)) for rewind in (False, True))
+    cache, rewinding = (cache_bytes(layers, *pair) for pair in ((first, last), read_one_token(config, dtype, True)))
     memory = sum(x.nbytes for x in (*last.carry.memory.weights, *last.carry.memory.momentum))
     keys = 2 * layers * config.num_key_value_heads * config.head_dim * dtype.itemsize  # and values, of one token
     return {
