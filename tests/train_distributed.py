@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from support import VARIANTS, random_ids, tiny_model
 
-STEPS, BATCH = 8, 4
+STEPS, BATCH = 5, 4
 MODES = ("ddp", "fsdp")
 
 
