@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 
 from titans_hf import memory_chunks
 from titans_hf.memory_closed_form import read_chunk
-from titans_hf.memory_rule import Rule
+from titans_hf.memory_rule import DeltaRule, Rule
 from titans_hf.memory_state import where_all
 
 
@@ -43,10 +43,12 @@ def by_autograd(rule, weights, momentum, start, tokens, chunks):
     closed_gates=st.booleans(),
     last=st.none() | st.integers(0, 4),
     towards_start=st.booleans(),
+    kind=st.sampled_from([Rule, DeltaRule]),
+    normalised=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_outputs_states_and_gradients_equal_autograds(
-    depth, expansion, N, C, cap, closed_gates, last, towards_start, seed
+    depth, expansion, N, C, cap, closed_gates, last, towards_start, kind, normalised, seed
 ):
     """Gates of exactly 0 and 1, tokens below and above the cap, rows of different lengths, chunks of any size."""
     tokens, starts = chunked(2, N, C, closed_gates, depth, expansion, seed)
@@ -55,7 +57,9 @@ def test_outputs_states_and_gradients_equal_autograds(
     start = [torch.roll(W.detach(), 1, dims=2).requires_grad_() for W in starts[:depth]] if towards_start else None
     starts, found = [*starts, *(start or ())], []
     for scan in (memory_chunks.scan, by_autograd):
-        y, W, S = scan(Rule(cap), tuple(starts[:depth]), tuple(starts[depth : 2 * depth]), start, tokens, chunks)
+        y, W, S = scan(
+            kind(cap, normalised), tuple(starts[:depth]), tuple(starts[depth : 2 * depth]), start, tokens, chunks
+        )
         outputs = [torch.where(real[:, None, :, None, None], y, 0.0), *W, *S]
         g = torch.Generator().manual_seed(1)
         upstream = [torch.randn(x.shape, generator=g, dtype=x.dtype) for x in outputs]
@@ -64,22 +68,23 @@ def test_outputs_states_and_gradients_equal_autograds(
         assert_close(mine, theirs, 1e-12)
 
 
-def test_pieces_join_without_a_seam(monkeypatch):
+@pytest.mark.parametrize("rule", [Rule(1.0), DeltaRule(10.0, True), DeltaRule(0.5)])
+def test_pieces_join_without_a_seam(rule, monkeypatch):
     tokens, starts = chunked(B=1, N=5, C=3)
     found = []
     for at_a_time in (1, 6, 99):
         monkeypatch.setattr(memory_chunks, "SEQUENCES_AT_A_TIME", at_a_time)
-        y, W, S = memory_chunks.scan(Rule(1.0), tuple(starts[:2]), tuple(starts[2:]), None, tokens, None)
+        y, W, S = memory_chunks.scan(rule, tuple(starts[:2]), tuple(starts[2:]), None, tokens, None)
         found.append([y, *W, *S, *torch.autograd.grad(y.square().sum() + W[0].sum(), (*starts, *tokens))])
     for first, *others in zip(*found, strict=True):
         for other in others:
             assert_close(first, other, 1e-13)
 
 
-@pytest.mark.parametrize("cap", [None, 0.9])
+@pytest.mark.parametrize("rule", [Rule(), Rule(0.9, True), DeltaRule(), DeltaRule(0.9, True)])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("towards_start", [False, True])
-def test_the_derivative_passes_gradcheck(depth, cap, towards_start):
+def test_the_derivative_passes_gradcheck(depth, rule, towards_start):
     """Finite differences in float64."""
     tokens, state = memory_inputs(B=1, T=6, H=1, D=3, depth=depth)
     tokens = [x.transpose(1, 2).unflatten(2, (2, 3)).contiguous() for x in tokens]
@@ -88,7 +93,7 @@ def test_the_derivative_passes_gradcheck(depth, cap, towards_start):
 
     def read(*inputs):
         tokens, weights, momentum = inputs[:6], inputs[6 : 6 + depth], inputs[6 + depth : 6 + 2 * depth]
-        y, W, S = memory_chunks.scan(Rule(cap), weights, momentum, inputs[6 + 2 * depth :], tokens, None)
+        y, W, S = memory_chunks.scan(rule, weights, momentum, inputs[6 + 2 * depth :], tokens, None)
         return y, *W, *S
 
     assert gradcheck(read, inputs)
@@ -108,10 +113,10 @@ def test_reading_without_gradients_keeps_no_states(monkeypatch):
     born, most_alive = [], []
 
     class Watched(memory_chunks.Write):
-        def __init__(self, weights, *rest):
+        def __init__(self, rule, weights, *rest):
             born.append(weakref.ref(weights[0]))
             most_alive.append(sum(x() is not None for x in born))
-            super().__init__(weights, *rest)
+            super().__init__(rule, weights, *rest)
 
     monkeypatch.setattr(memory_chunks, "Write", Watched)
     monkeypatch.setattr(memory_chunks, "SEQUENCES_AT_A_TIME", 1)

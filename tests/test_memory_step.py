@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support import TOLERANCE, assert_close, every_variant, memory_inputs, random_ids, tiny_model
 
 from titans_hf import TitansCache, neural_memory
+from titans_hf.memory_rule import DeltaRule, Rule
 
 
 def piece(tokens, start, stop):
@@ -30,9 +31,13 @@ def snapshot(state):
     closed_gates=st.booleans(),
     dtype=st.sampled_from([torch.float64, torch.float32]),
     towards_start=st.booleans(),
+    kind=st.sampled_from([Rule, DeltaRule]),
+    normalised=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_steps_equal_the_token_loop(depth, expansion, chunk, prompt, cap, closed_gates, dtype, towards_start, seed):
+def test_steps_equal_the_token_loop(
+    depth, expansion, chunk, prompt, cap, closed_gates, dtype, towards_start, kind, normalised, seed
+):
     """From any place of a chunk, over chunk ends, gates of exactly 0 and 1."""
     T = prompt + 2 * chunk + 3
     tokens, start = memory_inputs(
@@ -40,7 +45,7 @@ def test_steps_equal_the_token_loop(depth, expansion, chunk, prompt, cap, closed
     )
     if towards_start:
         start = replace(start, start=tuple(torch.roll(W, 1, dims=2) for W in start.weights))
-    options = {"chunk_size": chunk, "max_surprise": cap}
+    options = {"chunk_size": chunk, "rule": kind(cap, normalised)}
     expected, end = neural_memory(*tokens, start, backend="recurrent", **options)
     outputs, state = [], start.opened(chunk)
     with torch.no_grad():

@@ -29,18 +29,19 @@ def read(tokens, state, pieces, **options):
     return [torch.cat(outputs, dim=1), *(x for part in state.current() for x in part)]
 
 
-@pytest.mark.parametrize("kind", [RobustRule, DeltaRule])
+@pytest.mark.parametrize("kind", [RobustRule, DeltaRule, Rule])
 @given(
     depth=st.integers(1, 3),
+    normalised=st.booleans(),
     pieces=st.lists(st.integers(1, 11), min_size=1, max_size=5),
     cap=st.sampled_from([None, 0.5]),
     seed=st.integers(0, 99),
 )
-def test_any_rule_is_computed_as_the_token_loop_defines_it(kind, depth, pieces, cap, seed):
+def test_any_rule_is_computed_as_the_token_loop_defines_it(kind, depth, normalised, pieces, cap, seed):
     """Outputs, states and gradients, from any place of a chunk; single steps without gradients as well."""
     tokens, state = memory_inputs(T=sum(pieces), depth=depth, seed=seed)
     leaves = [x.requires_grad_() for x in (*tokens, *state.weights, *state.momentum)]
-    rule = kind(cap)
+    rule = kind(cap, normalised)
     expected = read(tokens, state, [sum(pieces)], rule=rule, backend="recurrent")
     actual = read(tokens, state, pieces, rule=rule)
     g = torch.Generator().manual_seed(1)

@@ -7,6 +7,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 VARIANTS = ("mac", "mag", "mal", "lmm")
 MEMORY_GATES = ("token", "chunk")
+MEMORY_STEPS = ("plain", "normalised")
 MEMORY_WRITES = ("chunk", "delta")
 MEMORY_FORGET_TO = ("zero", "start")
 MEMORY_IMPLEMENTATIONS = ("auto", "torch", "triton", "recurrent")
@@ -96,6 +97,7 @@ class TitansConfig(PreTrainedConfig):
     memory_theta_max: float | int | None = None
     memory_eta_max: float | int = 0.999
     memory_write: str = "chunk"
+    memory_step: str = "plain"
     memory_gates: str = "token"
     memory_momentum: bool = True
     memory_forget: bool = True
@@ -159,6 +161,7 @@ class TitansConfig(PreTrainedConfig):
         for field, choices in (
             ("variant", VARIANTS),
             ("memory_write", MEMORY_WRITES),
+            ("memory_step", MEMORY_STEPS),
             ("memory_gates", MEMORY_GATES),
             ("memory_forget_to", MEMORY_FORGET_TO),
             ("memory_implementation", MEMORY_IMPLEMENTATIONS),
@@ -245,6 +248,7 @@ READING = (  # changes what a model makes of what it reads
     "memory_theta_max",
     "memory_eta_max",
     "memory_write",
+    "memory_step",
     "memory_gates",
     "memory_momentum",
     "memory_forget",

@@ -1,338 +1,42 @@
 """Whole chunks of the memory's update with a hand-written backward: the fast form in torch.
 
-`memory_closed_form.read_chunk` defines what is computed. Here it is arranged for speed: products accumulate into their
-result, rows are scaled on their narrower side, the cap is folded into the coefficients, and the backward recomputes
-each chunk from its start state instead of keeping a graph. Nothing divides by a gate: gates of exactly 0 and 1 work.
-
-Only the state depends on the chunk before. The reads of several chunks, and in the backward everything but the
-gradient of the state, are computed together.
+`memory_closed_form.read_chunk` defines what is computed, `memory_parts` and `memory_delta` how. The backward recomputes
+each chunk from its start state instead of keeping a graph. Only the state depends on the chunk before: the reads of
+several chunks, and in the backward everything but the gradient of the state, are computed together.
 
 Axis letters: B batch, H heads, N chunks, C tokens of a chunk, K chunks of a piece; G = B H sequences, or K B H where a
-piece's chunks are computed together. Per layer, `X` are the keys' inputs, `Z = X W`, `D` the errors before the cap, `U`
-those before the slope; `Xb` and `Zb` belong to the read. Weights are [G, in, out].
+piece's chunks are computed together. Weights are [G, in, out].
 """
 
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .fast_paths import without_autocast
-from .memory_closed_form import negligible
-from .memory_rule import Rule
+from .memory_closed_form import read_chunk
+from .memory_delta import Before, DeltaUpdates, DeltaWrite
+from .memory_parts import Coefficients, Gates, Read, Updates, Write, joined, zero_outside
+from .memory_rule import DeltaRule, Rule
 
 SEQUENCES_AT_A_TIME = 16  # chunks of all rows and heads that are computed together, if not one chunk of each
 
 
 def serves(rule: Rule) -> bool:
     """Whether this form, and the decoding step that shares its `Write`, computes the rule."""
-    return type(rule) is Rule
-
-
-class Gates(NamedTuple):
-    """What the state after each token of a chunk is made of.
-
-    `M_t = decay_t M_0 + drift_t S_0 - sum_i step[t, i] u_i`. After the last token that is `M`, and
-    `S = momentum S_0 - sum_i last[1, i] u_i`.
-    """
-
-    step: Tensor  # [..., C, C]
-    last: Tensor  # [..., 2, C]: the last row of `step`, and the same for S
-    decay: Tensor  # [..., C]
-    drift: Tensor  # [..., C]
-    momentum: Tensor  # [...]
-
-    def ends(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What is left of `M_0` and `S_0` in `M`, and of `S_0` in `S`: [G, 1, 1] each."""
-        return tuple(end[:, None, None] for end in (self.decay[:, -1], self.drift[:, -1], self.momentum))
-
-
-class Coefficients:
-    """The coefficients of whole chunks from their gates, [G, C] each, and their backward.
-
-    What `M_t` and `S_t` are made of follows Eqs. 13 and 14 themselves, `N_t = eta_t N_(t-1) + theta_t e_t` and
-    `L_t = (1 - alpha_t) L_(t-1) + N_t`: a matrix product with the gates' products over every segment of the chunk. The
-    backward is a product with its transpose. There is no quotient: gates of exactly 0 work.
-
-    Attributes:
-        L, N: [G, C, C + 2], the shares of the chunk's gradients, of `S_0` and of `M_0` in `M_t` and `S_t`.
-    """
-
-    def __init__(self, theta: Tensor, eta: Tensor, alpha: Tensor):
-        keep, C = 1 - alpha, eta.shape[-1]
-        self.of_M, self.of_S = _products_between(torch.stack((keep, eta)))
-        self.N = self.of_S.new_zeros(*eta.shape, C + 2)
-        torch.mul(self.of_S, theta[:, None], out=self.N[..., :C])
-        torch.mul(self.of_S[..., 0], eta[:, :1], out=self.N[..., C])
-        self.L = torch.bmm(self.of_M, self.N)
-        torch.mul(self.of_M[..., 0], keep[:, :1], out=self.L[..., C + 1])
-        F.threshold_(self.L, negligible(self.L.dtype), 0.0)
-        step, drift, decay = self.L.split((C, 1, 1), dim=-1)
-        last = torch.stack((step[:, -1], self.N[:, -1, :C]), dim=1)
-        self.gates = Gates(step, last, decay[..., 0], drift[..., 0], self.N[:, -1, C])
-
-    def backward(self, d: Gates) -> tuple[Tensor, Tensor, Tensor]:
-        """From the gradients of the coefficients to those of theta, eta and alpha."""
-        dL = torch.cat((d.step, d.drift[..., None], d.decay[..., None]), dim=-1)
-        dL[:, -1, :-2] += d.last[:, 0]
-        dL = torch.bmm(self.of_M.mT, dL)
-        d_alpha = _along_row_before(dL, self.L, -1).neg_()
-        dL[:, -1, :-2] += d.last[:, 1]
-        dL[:, -1, -2] += d.momentum
-        dN = torch.bmm(self.of_S.mT, dL)
-        return dN.diagonal(dim1=-2, dim2=-1), _along_row_before(dN, self.N, -2), d_alpha
-
-
-def _products_between(gate: Tensor) -> Tensor:
-    """[..., C] to [..., C, C]: at (t, i) the product over tokens i+1..t, 1 on the diagonal and 0 above it."""
-    token = torch.arange(gate.shape[-1], device=gate.device)
-    factors = torch.where(token[:, None] > token, gate[..., None], gate.new_ones(()))
-    return F.threshold_(factors.cumprod(-2).tril_(), negligible(gate.dtype), 0.0)
-
-
-def _along_row_before(dX: Tensor, X: Tensor, start: int) -> Tensor:
-    """[G, C] inner products of each row of dX with the row of X before it; before the first, column `start` is 1."""
-    return torch.cat((dX[:, 0, start, None], (dX[:, 1:] * X[:, :-1]).sum(-1)), dim=-1)
-
-
-def _rows_scaled(x: Tensor, row: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of `x^T diag(row) y`, the narrower one scaled."""
-    row = row[..., None]
-    return ((x * row).mT, y) if x.shape[-1] <= y.shape[-1] else (x.mT, row * y)
-
-
-class Write:
-    """The keys of chunks at the weights of their chunks' starts (Eq. 12): G sequences of C tokens.
-
-    Attributes:
-        X, D: per layer its input and the error at its output before the cap, [G, C, in] and [G, C, out].
-        Z, U: per hidden layer its output before, and the error after, the nonlinearity.
-        scale: per layer [G, C], what the cap leaves of each error; None without a cap.
-    """
-
-    def __init__(self, weights, k: Tensor, v: Tensor, max_surprise: float | None):
-        self.X, self.Z, self.U = [k], [], []
-        for W in weights[:-1]:
-            self.Z.append(torch.bmm(self.X[-1], W))
-            self.X.append(F.silu(self.Z[-1]))
-        self.D = [torch.baddbmm(v, self.X[-1], weights[-1], beta=-2, alpha=2)]
-        for W, z in zip(reversed(weights[1:]), reversed(self.Z), strict=True):
-            self.U.insert(0, torch.bmm(self.D[0], W.mT))
-            self.D.insert(0, torch.ops.aten.silu_backward(self.U[0], z))
-        self.scale = None
-        if max_surprise is not None:
-            self.norms = [
-                [torch.linalg.vector_norm(x, dim=-1) for x in pair] for pair in zip(self.X, self.D, strict=True)
-            ]
-            self.scale = [max_surprise / (x * d).clamp_(min=max_surprise) for x, d in self.norms]
-
-    def after(self, weights, momentum, start, gates: Gates) -> list[Tensor]:
-        """Weights, then momentum, after the last token (Eqs. 13 and 14), with what `start` gives back."""
-        decay, drift, kept = gates.ends()
-        found = [], []
-        for i, (x, d, W, S) in enumerate(zip(self.X, self.D, weights, momentum, strict=True)):
-            to_M, to_S = self.capped(gates.last, i).unbind(1)
-            found[0].append((W * decay).addcmul_(S, drift).baddbmm_(*_rows_scaled(x, to_M, d), alpha=-1))
-            if start:
-                found[0][-1].addcmul_(start[i], 1 - decay)
-            found[1].append((S * kept).baddbmm_(*_rows_scaled(x, to_S, d), alpha=-1))
-        return [*found[0], *found[1]]
-
-    def capped_errors(self) -> list[Tensor]:
-        """Per layer the errors with the cap, [G, C, out]."""
-        if self.scale is None:
-            return self.D
-        return [d * scale[..., None] for d, scale in zip(self.D, self.scale, strict=True)]
-
-    def capped(self, coefficients: Tensor, layer: int) -> Tensor:
-        """Coefficients [G, t, C] of the gradients, with the cap."""
-        return coefficients if self.scale is None else coefficients * self.scale[layer][:, None]
-
-
-class Read:
-    """Each query through its own token's memory (Eq. 15), without forming that memory.
-
-    Args:
-        X, D: of the `Write` of the same chunks.
-        steps: per layer [G, C, C], `Gates.step` with the cap.
-    """
-
-    def __init__(self, weights, momentum, X, D, steps, gates: Gates, q: Tensor):
-        self.weights, self.momentum, self.X, self.D, self.steps = weights, momentum, X, D, steps
-        self.decay, self.drift = gates.decay[..., None], gates.drift[..., None]
-        self.Xb, self.Zb, self.overlap, self.used, self.of_W, self.of_S = [q], [], [], [], {}, {}
-        for i, (x, d, W, S) in enumerate(zip(X, D, weights, momentum, strict=True)):
-            xb = self.Xb[-1]
-            self.overlap.append(torch.bmm(xb, x.mT))
-            self.used.append(self.overlap[-1] * steps[i])
-            if xb.shape[-1] <= W.shape[-1]:
-                z = torch.bmm(xb * self.decay, W).baddbmm_(xb * self.drift, S)
-            else:
-                self.of_W[i], self.of_S[i] = torch.bmm(xb, W), torch.bmm(xb, S)
-                z = (self.of_W[i] * self.decay).addcmul_(self.of_S[i], self.drift)
-            z.baddbmm_(self.used[-1], d, alpha=-1)
-            if i < len(weights) - 1:
-                self.Zb.append(z)
-                self.Xb.append(F.silu(z))
-        self.y = z
-
-    def backward(self, dz: Tensor, write: Write, d_gates: Gates):
-        """From the gradient of the outputs to those of q and, per layer, of X, D, weights, momentum and the cap.
-
-        The cap's is the inner product [G, C] of each capped error and its gradient. Gates add up in `d_gates`.
-        """
-        found = []
-        for i in reversed(range(len(self.weights))):
-            d_xb, *of_layer = self._layer_backward(i, dz, write, d_gates)
-            found.insert(0, of_layer)
-            dz = torch.ops.aten.silu_backward(d_xb, self.Zb[i - 1]) if i else d_xb
-        return dz, *map(list, zip(*found, strict=True))
-
-    def _layer_backward(self, i: int, dz: Tensor, write: Write, d_gates: Gates):
-        x, d, xb, W, S = self.X[i], self.D[i], self.Xb[i], self.weights[i], self.momentum[i]
-        agreement = torch.bmm(dz, d.mT)  # [G, C, C]
-        d_overlap = agreement * self.steps[i]  # of minus the overlap
-        agreement.mul_(self.overlap[i])
-        d_gates.step.sub_(write.capped(agreement, i))
-        along = None if write.scale is None else agreement.mul_(self.steps[i]).sum(-2).neg_()
-        dx = torch.bmm(d_overlap.mT, xb).neg_()
-        dD = torch.bmm(self.used[i].mT, dz).neg_()
-        if i in self.of_W:
-            d_gates.decay.add_((dz * self.of_W[i]).sum(-1))
-            d_gates.drift.add_((dz * self.of_S[i]).sum(-1))
-            by_decay, by_drift = dz * self.decay, dz * self.drift
-            d_xb = torch.bmm(by_decay, W.mT).baddbmm_(by_drift, S.mT)
-            dW, dS = torch.bmm(xb.mT, by_decay), torch.bmm(xb.mT, by_drift)
-        else:
-            of_W, of_S = torch.bmm(dz, W.mT), torch.bmm(dz, S.mT)
-            d_gates.decay.add_((xb * of_W).sum(-1))
-            d_gates.drift.add_((xb * of_S).sum(-1))
-            d_xb = of_W.mul_(self.decay).addcmul_(of_S, self.drift)
-            dW, dS = torch.bmm((xb * self.decay).mT, dz), torch.bmm((xb * self.drift).mT, dz)
-        d_xb.baddbmm_(d_overlap, x, alpha=-1)
-        return d_xb, dx, dD, dW, dS, along
-
-
-class Updates:
-    """The backward through the updates of K chunks, from the last to the first: all that needs the state's gradient.
-
-    Args:
-        write: of all K chunks, with their start `weights` and `momentum`.
-        dX, dD, dW, dS, along: what `Read.backward` found. They are completed in place.
-    """
-
-    def __init__(self, K: int, write: Write, weights, momentum, gates: Gates, dX, dD, dW, dS, along):
-        self.write, self.weights, self.momentum, self.dX, self.dD = write, weights, momentum, dX, dD
-        self.widens = [x.shape[-1] <= d.shape[-1] for x, d in zip(write.X, write.D, strict=True)]
-
-        def by_chunk(xs):
-            parts = [x.unflatten(0, (K, -1)).unbind(0) for x in xs]
-            return [[part[n] for part in parts] for n in range(K)]
-
-        rows = [write.capped(gates.last, i)[..., None].unbind(1) for i in range(len(weights))]  # to M and to S
-        narrow = [x if widens else d for x, d, widens in zip(write.X, write.D, self.widens, strict=True)]
-        self.narrow, self.rows = narrow, [by_chunk(row) for row in zip(*rows, strict=True)]
-        self.scaled = [by_chunk([x * row[i] for x, row in zip(narrow, rows, strict=True)]) for i in range(2)]
-        slopes, curves = _silu_derivatives(write)
-        self.X, self.D, self.W, self.slopes, self.curves = map(by_chunk, (write.X, write.D, weights, slopes, curves))
-        self.dX_of, self.dD_of, self.dW_of, self.dS_of = map(by_chunk, (dX, dD, dW, dS))
-        self.ends, self.decay = by_chunk(gates.ends()), gates.ends()[0]
-        if write.scale is not None:
-            self.along = by_chunk(along)
-            self.shares = [
-                by_chunk(map(self._cap_share, norms, write.scale)) for norms in zip(*write.norms, strict=True)
-            ]
-        self.steps = []  # of all chunks passed: the gradients they started from, and their products
-
-    @staticmethod
-    def _cap_share(norm: Tensor, scale: Tensor) -> Tensor:
-        """What an input, or an error, has to do with its cap: one over its squared norm, 0 below the cap."""
-        return torch.where(scale < 1, norm, torch.inf).square_().reciprocal_()
-
-    def back(self, n: int, dW_end: list[Tensor], dS_end: list[Tensor]) -> list[Tensor]:
-        """From the gradients of chunk n's end state to those of its start state."""
-        products = [self._layer(n, i, *ends) for i, ends in enumerate(zip(dW_end, dS_end, strict=True))]
-        self.steps.append((*dW_end, *dS_end, *(x for pair in products for x in pair)))
-        self._write(n)
-        return [*self.dW_of[n], *self.dS_of[n]]
-
-    def _layer(self, n: int, i: int, dW_end: Tensor, dS_end: Tensor) -> tuple[Tensor, Tensor]:
-        """Through one layer's update and its cap. Rows are scaled and summed on the layer's narrower side."""
-        x, d, dx, dd = (xs[n][i] for xs in (self.X, self.D, self.dX_of, self.dD_of))
-        wide, d_wide, d_narrow = (d, dd, dx) if self.widens[i] else (x, dx, dd)
-        (by_M, by_S), (to_M, to_S) = ([xs[n][i] for xs in pair] for pair in (self.scaled, self.rows))
-        to_wide = (dW_end, dS_end) if self.widens[i] else (dW_end.mT, dS_end.mT)
-        d_wide.baddbmm_(by_M, to_wide[0], alpha=-1).baddbmm_(by_S, to_wide[1], alpha=-1)
-        of_M, of_S = (torch.bmm(wide, to.mT) for to in to_wide)
-        d_narrow.addcmul_(of_M, to_M, value=-1).addcmul_(of_S, to_S, value=-1)
-        if self.write.scale is not None:
-            along = self.along[n][i].sub_((by_M * of_M).addcmul_(by_S, of_S).sum(-1))
-            x_share, d_share = (shares[n][i] for shares in self.shares)
-            dx.addcmul_(x, (along * x_share)[..., None], value=-1)
-            dd.addcmul_(d, (along * d_share)[..., None], value=-1)
-        decay, drift, kept = self.ends[n]
-        self.dW_of[n][i].addcmul_(dW_end, decay)
-        self.dS_of[n][i].addcmul_(dW_end, drift).addcmul_(dS_end, kept)
-        return of_M, of_S
-
-    def _write(self, n: int) -> None:
-        """Through the chain of errors (a double backward) and the keys' forward pass; dD becomes the gradient of Z."""
-        X, D, W, dX, dD, dW = (xs[n] for xs in (self.X, self.D, self.W, self.dX_of, self.dD_of, self.dW_of))
-        for i, (slope, curve) in enumerate(zip(self.slopes[n], self.curves[n], strict=True)):
-            dH = dD[i] * slope
-            dD[i + 1].baddbmm_(dH, W[i + 1])
-            dW[i + 1].baddbmm_(dH.mT, D[i + 1])
-            dD[i].mul_(curve)
-        dD[-1].mul_(2)
-        for i in reversed(range(len(W))):
-            dW[i].baddbmm_(X[i].mT, dD[i])
-            if i:
-                dX[i].baddbmm_(dD[i], W[i].mT)
-                dD[i - 1].addcmul_(dX[i], self.slopes[n][i - 1])
-
-    def finish(self, d_gates: Gates, start: list[Tensor], more: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """After the first chunk: the gradients of k, v and `start`; those of the gates are added to `d_gates`.
-
-        `more` [K B H] says which sequences have their chunk; None means all.
-        """
-        depth = len(self.weights)
-        found = [_joined(xs) for xs in zip(*reversed(self.steps), strict=True)]
-        dW_end, dS_end, products = found[:depth], found[depth : 2 * depth], found[2 * depth :]
-        d_start = []
-        for d_end, own in zip(dW_end, start):
-            given_back = _zero_outside(more, d_end * (1 - self.decay))
-            d_start.append(given_back.unflatten(0, (-1, len(own))).sum(0))
-            d_gates.decay[:, -1].sub_((d_end.unflatten(0, (-1, len(own))) * own).sum((-2, -1)).flatten())
-        for i, (W, S) in enumerate(zip(self.weights, self.momentum, strict=True)):
-            along = torch.stack([(self.narrow[i] * of).sum(-1) for of in products[2 * i : 2 * i + 2]], dim=1)
-            d_gates.last.sub_(self.write.capped(along, i))
-            d_gates.decay[:, -1].add_((dW_end[i] * W).sum((-2, -1)))
-            d_gates.drift[:, -1].add_((dW_end[i] * S).sum((-2, -1)))
-            d_gates.momentum.add_((dS_end[i] * S).sum((-2, -1)))
-        return self.dX[0].baddbmm_(self.dD[0], self.weights[0].mT), self.dD[-1].neg(), d_start
-
-
-def _silu_derivatives(write: Write) -> tuple[list[Tensor], list[Tensor]]:
-    """Per hidden layer SiLU's slope `s + x (1 - s)` with `s` the sigmoid, `x = z s`, and its second derivative by U."""
-    slopes, curves = [], []
-    for z, x, u in zip(write.Z, write.X[1:], write.U, strict=True):
-        s = torch.sigmoid(z)
-        slopes.append((s + x).addcmul_(x, s, value=-1))
-        curves.append(torch.add(z, x, alpha=-2).add_(2).mul_(torch.ops.aten.sigmoid_backward(u, s)))
-    return slopes, curves
+    return type(rule) in (Rule, DeltaRule)
 
 
 class _Scan(torch.autograd.Function):
     """Chunks one after the other. Kept for the backward: the tokens, and the state at every chunk's start."""
 
     @staticmethod
-    def forward(ctx, max_surprise, chunks, depth, q, k, v, theta, eta, alpha, *state):
+    def forward(ctx, rule, chunks, depth, q, k, v, theta, eta, alpha, *state):
         starts = []
         tokens, state, start = (q, k, v, theta, eta, alpha), list(state[: 2 * depth]), list(state[2 * depth :])
-        y, end = _forward(max_surprise, chunks, depth, tokens, state, start, starts)
-        ctx.max_surprise, ctx.depth, ctx.inputs = max_surprise, depth, len(tokens) + len(start)
+        y, end = _forward(rule, chunks, depth, tokens, state, start, starts)
+        ctx.rule, ctx.depth, ctx.inputs = rule, depth, len(tokens) + len(start)
         ctx.save_for_backward(chunks, *tokens, *start, *(x for before in starts for x in before))
         return y, *end
 
@@ -343,7 +47,7 @@ class _Scan(torch.autograd.Function):
         tokens, start, states = saved[:6], saved[6 : ctx.inputs], saved[ctx.inputs :]
         starts = [states[i : i + 2 * ctx.depth] for i in range(0, len(states), 2 * ctx.depth)]
         with without_autocast(dy):
-            found = _backward(ctx.max_surprise, chunks, ctx.depth, tokens, start, starts, dy, list(d_end))
+            found = _backward(ctx.rule, chunks, ctx.depth, tokens, start, starts, dy, list(d_end))
         return None, None, None, *found
 
 
@@ -352,9 +56,9 @@ def scan(rule: Rule, weights, momentum, start, tokens, chunks: Tensor | None):
     depth, start = len(weights), list(start or ())
     inputs = (*tokens, *weights, *momentum, *start)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        y, *end = _Scan.apply(rule.max_surprise, chunks, depth, *inputs)
+        y, *end = _Scan.apply(rule, chunks, depth, *inputs)
     else:
-        y, end = _forward(rule.max_surprise, chunks, depth, tokens, [*weights, *momentum], start)
+        y, end = _forward(rule, chunks, depth, tokens, [*weights, *momentum], start)
     return y, tuple(end[:depth]), tuple(end[depth:])
 
 
@@ -374,19 +78,11 @@ def _put(whole: Tensor, piece: range, x: Tensor) -> None:
     part.copy_(x.reshape(part.shape))
 
 
-def _joined(xs) -> Tensor:
-    return xs[0] if len(xs) == 1 else torch.cat(xs)
-
-
 def _select(more: Tensor | None, new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
     """`new` in the sequences [G] that have the chunk, `old` in the others."""
     if more is None:
         return new
     return [torch.where(more[:, None, None], x, y) for x, y in zip(new, old, strict=True)]
-
-
-def _zero_outside(more: Tensor | None, x: Tensor) -> Tensor:
-    return x if more is None else torch.where(more.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
 
 def _having(chunks: Tensor | None, piece: range, H: int) -> Tensor | None:
@@ -396,7 +92,31 @@ def _having(chunks: Tensor | None, piece: range, H: int) -> Tensor | None:
     return (torch.arange(piece.start, piece.stop, device=chunks.device)[:, None] < chunks).repeat_interleave(H, dim=1)
 
 
-def _forward(max_surprise, chunks, depth: int, tokens, state: list[Tensor], start, starts: list | None = None):
+class _Chunks(NamedTuple):
+    """What is known of chunks before they are written, [G, C, ...] each."""
+
+    k: Tensor
+    v: Tensor
+    gates: Gates
+    before: Before | None
+
+    @classmethod
+    def of(cls, rule: Rule, k: Tensor, v: Tensor, gates: Gates) -> "_Chunks":
+        return cls(k, v, gates, Before.of(gates) if type(rule) is DeltaRule else None)
+
+    def each(self, K: int):
+        """The K chunks one by one."""
+        before = [None] * K if self.before is None else map(Before._make, zip(*(x.chunk(K) for x in self.before)))
+        gates = map(Gates._make, zip(*(x.chunk(K) for x in self.gates)))
+        return map(_Chunks, self.k.chunk(K), self.v.chunk(K), gates, before)
+
+    def write(self, rule: Rule, weights, momentum) -> Write:
+        if self.before is None:
+            return Write(rule, weights, self.k, self.v)
+        return DeltaWrite(rule, weights, momentum, self.k, self.v, self.before)
+
+
+def _forward(rule: Rule, chunks, depth: int, tokens, state: list[Tensor], start, starts: list | None = None):
     """Outputs, and the state at the end [B, H, in, out]; `starts` collects it before every chunk, [K B H, in, out]."""
     B, H, N = tokens[0].shape[:3]
     state, start = ([x.flatten(0, 1) for x in xs] for xs in (state, start))
@@ -405,12 +125,13 @@ def _forward(max_surprise, chunks, depth: int, tokens, state: list[Tensor], star
         q, k, v = (_of(x, piece) for x in tokens[:3])
         gates, more = Coefficients(*(_of(x, piece) for x in tokens[3:])).gates, _having(chunks, piece, H)
         writes, befores = [], []
-        for n, (k_n, v_n, *gates_n) in enumerate(zip(*(x.chunk(len(piece)) for x in (k, v, *gates)), strict=True)):
+        for n, chunk in enumerate(_Chunks.of(rule, k, v, gates).each(len(piece))):
             befores.append(state)
-            writes.append(Write(state[:depth], k_n, v_n, max_surprise))
-            after = writes[-1].after(state[:depth], state[depth:], start, Gates(*gates_n))
+            weights, momentum = state[:depth], state[depth:]
+            writes.append(chunk.write(rule, weights, momentum))
+            after = writes[-1].after(weights, momentum, start, chunk.gates)
             state = _select(None if more is None else more[n], after, state)
-        before = [_joined(xs) for xs in zip(*befores, strict=True)]
+        before = [joined(xs) for xs in zip(*befores, strict=True)]
         X, D, steps = _joined_writes(writes, k, gates.step)
         _put(y, piece, Read(before[:depth], before[depth:], X, D, steps, gates, q).y)
         if starts is not None:
@@ -419,38 +140,80 @@ def _forward(max_surprise, chunks, depth: int, tokens, state: list[Tensor], star
 
 
 def _joined_writes(writes: list[Write], k: Tensor, step: Tensor):
-    """X, D and the capped steps of a piece, from those of its chunks."""
+    """X, D and the scaled steps of a piece, from those of its chunks."""
     layers = range(len(writes[0].D))
-    X = [k, *(_joined([write.X[i] for write in writes]) for i in layers[1:])]
-    D = [_joined([write.D[i] for write in writes]) for i in layers]
+    X = [k, *(joined([write.X[i] for write in writes]) for i in layers[1:])]
+    D = [joined([write.D[i] for write in writes]) for i in layers]
     if writes[0].scale is None:
         return X, D, [step] * len(D)
-    return X, D, [step * _joined([write.scale[i] for write in writes])[:, None] for i in layers]
+    return X, D, [step * joined([write.scale[i] for write in writes])[:, None] for i in layers]
 
 
-def _backward(max_surprise, chunks, depth: int, tokens, start, starts, dy: Tensor, d_state: list[Tensor]):
+def _backward(rule: Rule, chunks, depth: int, tokens, start, starts, dy: Tensor, d_state: list[Tensor]):
     """Gradients of tokens and gates, of the state before them, and of `start`."""
     B, H, N = tokens[0].shape[:3]
     d_state, start = ([x.flatten(0, 1) for x in xs] for xs in (d_state, start))
     found, d_start = [torch.empty_like(x) for x in tokens], [torch.zeros_like(x) for x in start]
     for piece, before in zip(reversed(_pieces(N, B * H)), reversed(starts), strict=True):
-        q, k, v, dy_piece = (_of(x, piece) for x in (*tokens[:3], dy))
-        coefficients = Coefficients(*(_of(x, piece) for x in tokens[3:]))
-        gates, d_gates = coefficients.gates, Gates(*map(torch.zeros_like, coefficients.gates))
-        weights, momentum, more = before[:depth], before[depth:], _having(chunks, piece, H)
-        write = Write(weights, k, v, max_surprise)
-        steps = [write.capped(gates.step, i) for i in range(depth)]
-        read = Read(weights, momentum, write.X, write.D, steps, gates, q)
-        dq, *of_layers = read.backward(dy_piece, write, d_gates)
-        del read, steps
-        updates = Updates(len(piece), write, weights, momentum, gates, *of_layers)
-        for n in reversed(range(len(piece))):
-            d_before = updates.back(n, d_state[:depth], d_state[depth:])
-            d_state = _select(None if more is None else more[n], d_before, d_state)
-        more = None if more is None else more.flatten()
-        dk, dv, d_here = updates.finish(d_gates, start, more)
+        more = _having(chunks, piece, H)
+        pass_back = _piece_backward
+        own = [_of(x, piece) for x in tokens]
+        d_tokens, d_state, d_here = pass_back(rule, depth, own, start, before, more, _of(dy, piece), d_state)
         d_start = [x + here for x, here in zip(d_start, d_here, strict=True)]
-        d_gates = coefficients.backward(Gates(*(_zero_outside(more, x) for x in d_gates)))
-        for whole, x in zip(found, (dq, dk, dv, *d_gates), strict=True):
-            _put(whole, piece, _zero_outside(more, x))
+        more = None if more is None else more.flatten()
+        for whole, x in zip(found, d_tokens, strict=True):
+            _put(whole, piece, zero_outside(more, x))
     return [*found, *(x.unflatten(0, (B, H)) for x in (*d_state, *d_start))]
+
+
+def _piece_backward(rule: Rule, depth: int, tokens, start, before, more, dy: Tensor, d_state: list[Tensor]):
+    """From the gradients of a piece's outputs and end state to those of its tokens, start state and `start`."""
+    (q, k, v), coefficients = tokens[:3], Coefficients(*tokens[3:])
+    K, gates, d_gates = (
+        len(dy) // len(d_state[0]),
+        coefficients.gates,
+        Gates(*map(torch.zeros_like, coefficients.gates)),
+    )
+    weights, momentum = before[:depth], before[depth:]
+    write = _Chunks.of(rule, k, v, gates).write(rule, weights, momentum)
+    if isinstance(write, DeltaWrite) and write.acted:
+        return _piece_by_autograd(rule, depth, tokens, start, before, more, dy, d_state)
+    steps = [write.scaled(gates.step, i) for i in range(depth)]
+    read = Read(weights, momentum, write.X, write.D, steps, gates, q)
+    dq, *of_layers = read.backward(dy, write, d_gates)
+    del read, steps
+    updates = (DeltaUpdates if isinstance(write, DeltaWrite) else Updates)(
+        K, write, weights, momentum, gates, *of_layers
+    )
+    for n in reversed(range(K)):
+        d_before = updates.back(n, d_state[:depth], d_state[depth:])
+        d_state = _select(None if more is None else more[n], d_before, d_state)
+    more = None if more is None else more.flatten()
+    dk, dv, d_start = updates.finish(d_gates, start, more)
+    d_gates = coefficients.backward(Gates(*(zero_outside(more, x) for x in d_gates)))
+    return (dq, dk, dv, *d_gates), d_state, d_start
+
+
+def _piece_by_autograd(rule: Rule, depth: int, tokens, start, before, more, dy: Tensor, d_state: list[Tensor]):
+    """The same by the closed form: for the rare piece where the cap acts while errors follow one another."""
+    K, found, d_start = len(dy) // len(d_state[0]), [], [torch.zeros_like(x) for x in start]
+    parts = zip(*(x.chunk(K) for x in (*tokens, *before, dy)), strict=True)
+    for n, part in reversed(list(enumerate(parts))):
+        *inputs, dy_n = (x[:, None] for x in part)  # [G, 1, ...]: one head
+        inputs = [x.detach().requires_grad_() for x in (*inputs, *(x[:, None] for x in start))]
+        own, weights, momentum, own_start = (
+            inputs[:6],
+            inputs[6 : 6 + depth],
+            inputs[6 + depth : 6 + 2 * depth],
+            inputs[6 + 2 * depth :],
+        )
+        with torch.enable_grad():
+            y, after, pushed = read_chunk(rule, weights, momentum, own_start or None, *own)
+        upstream = [dy_n, *(x[:, None] for x in d_state)]
+        d = torch.autograd.grad((y, *after, *pushed), inputs, upstream, materialize_grads=True)
+        d = [x[:, 0] for x in d]
+        here = None if more is None else more[n]
+        found.insert(0, d[:6])
+        d_state = _select(here, d[6 : 6 + 2 * depth], d_state)
+        d_start = [x + zero_outside(here, y) for x, y in zip(d_start, d[6 + 2 * depth :], strict=True)]
+    return [joined(xs) for xs in zip(*found, strict=True)], d_state, d_start

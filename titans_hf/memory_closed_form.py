@@ -98,19 +98,19 @@ def coefficients_before(gates, slots: Tensor) -> Coefficients:
 
 
 def gradient_factors(rule, weights, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Factors `a`, `g` of every token's gradient `u = a g^T` at the given weights (Eq. 12), after the rule's cap."""
+    """Factors `a`, `g` of every token's gradient `u = a g^T` at the given weights (Eq. 12), scaled as the rule says."""
     inputs, slopes = _hidden_layers(weights, k)
     errors = [rule.error(inputs[-1] @ weights[-1], v)]
     if slopes:
         errors = [*_hidden_errors(weights, errors[0] @ weights[-1].mT, slopes), *errors]
-    return tuple(inputs), tuple(map(_capped, [rule] * len(errors), inputs, errors))
+    return tuple(inputs), _scaled(rule, inputs, errors)
 
 
 def delta_factors(rule, weights, momentum, chunk: OpenChunk, gates, k: Tensor, v: Tensor):
     """The same where the last layer's error is taken after the writes of the tokens before it in the chunk.
 
     Hidden layers stay at the chunk's start, so the inputs `a` of the last layer are known for all tokens at once, and
-    each error follows from the ones before it, with `g_i` the capped `2 e_i`:
+    each error follows from the ones before it, with `g_i` the scaled `2 e_i`:
     `e_t = A_{t-1} a_t W + B_{t-1} a_t S - v_t - sum_{i<t} C_{t-1,i} (a_t . a_i) g_i`.
     """
     inputs, slopes = _hidden_layers(weights, k)
@@ -121,17 +121,17 @@ def delta_factors(rule, weights, momentum, chunk: OpenChunk, gates, k: Tensor, v
     A, B, C, *_ = coefficients_before(gates, slots)
     a_slots = fill_slots(chunk.inputs[-1], a, chunk.length)
     known, share = A * (a @ W) + B * (a @ S), C * (a @ a_slots.mT)
-    errors = _solve_errors(rule, a, known - v, share, chunk, slots)
+    errors = _solve_errors(rule, weights, a, known - v, share, chunk, slots)
     found = [errors]
     if slopes:
-        g_slots = fill_slots(chunk.errors[-1], _capped(rule, a, errors), chunk.length)
+        g_slots = fill_slots(chunk.errors[-1], _scaled_last(rule, weights, a, errors), chunk.length)
         through = A * (errors @ W.mT) + B * (errors @ S.mT) - (C * (errors @ g_slots.mT)) @ a_slots
         found = [*_hidden_errors(weights, through, slopes), errors]
-    return tuple(inputs), tuple(map(_capped, [rule] * len(found), inputs, found))
+    return tuple(inputs), _scaled(rule, inputs, found)
 
 
-def _solve_errors(rule, a: Tensor, known: Tensor, share: Tensor, chunk: OpenChunk, slots: Tensor) -> Tensor:
-    """`2 e` of every token, before the cap: [B, H, n, D]. A triangular solve, or a loop where the cap acts.
+def _solve_errors(rule, weights, a: Tensor, known: Tensor, share: Tensor, chunk: OpenChunk, slots: Tensor) -> Tensor:
+    """`2 e` of every token, unscaled: [B, H, n, D]. A triangular solve, or a loop where the cap acts.
 
     Args:
         known: [B, H, n, D] what the errors are without the chunk's own writes.
@@ -140,19 +140,23 @@ def _solve_errors(rule, a: Tensor, known: Tensor, share: Tensor, chunk: OpenChun
     slot = torch.arange(share.shape[-1], device=a.device)
     g = torch.where((slot < chunk.length[:, None])[:, None, :, None], chunk.errors[-1], 0.0)  # [B, H, C, D]
     own = share.gather(-1, slots[:, None, None].expand(*share.shape[:3], -1))  # [B, H, n, n]
-    errors = torch.linalg.solve_triangular(2 * own, 2 * (known - share @ g), upper=False, unitriangular=True)
-    if rule.max_surprise is None or (not without_values(a) and not inside_functorch() and _within_cap(rule, a, errors)):
+    own = 2 * own * rule.step_scale(len(weights) - 1, _squared_norm(a).mT)
+    errors = torch.linalg.solve_triangular(own, 2 * (known - share @ g), upper=False, unitriangular=True)
+    if rule.max_surprise is None or (
+        not without_values(a) and not inside_functorch() and _within_cap(rule, weights, a, errors)
+    ):
         return errors
     found = []
     for t in range(a.shape[2]):
         found.append(2 * (known[:, :, t] - (share[:, :, t, None] @ g)[:, :, 0]))
         here = (slot == slots[:, t, None])[:, None, :, None]
-        g = torch.where(here, _capped(rule, a[:, :, t], found[-1])[:, :, None], g)
+        g = torch.where(here, _scaled_last(rule, weights, a[:, :, t], found[-1])[:, :, None], g)
     return torch.stack(found, dim=2)
 
 
-def _within_cap(rule, a: Tensor, g: Tensor) -> bool:
-    return bool((_squared_norm(a) * _squared_norm(g) <= rule.max_surprise**2).all())
+def _within_cap(rule, weights, a: Tensor, g: Tensor) -> bool:
+    a, g = _squared_norm(a), _squared_norm(g)
+    return bool((a * g * rule.step_scale(len(weights) - 1, a) ** 2 <= rule.max_surprise**2).all())
 
 
 def _hidden_layers(weights, k: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -174,8 +178,13 @@ def _hidden_errors(weights, through: Tensor, slopes: list[Tensor]) -> list[Tenso
     return errors
 
 
-def _capped(rule, a: Tensor, g: Tensor) -> Tensor:
-    return g * rule.scale(_squared_norm(a) * _squared_norm(g))
+def _scaled(rule, inputs, errors) -> tuple[Tensor, ...]:
+    sizes = zip(map(_squared_norm, inputs), map(_squared_norm, errors), strict=True)
+    return tuple(g * rule.scale(layer, *pair) for g, (layer, pair) in zip(errors, enumerate(sizes), strict=True))
+
+
+def _scaled_last(rule, weights, a: Tensor, g: Tensor) -> Tensor:
+    return g * rule.scale(len(weights) - 1, _squared_norm(a), _squared_norm(g))
 
 
 def _squared_norm(x: Tensor) -> Tensor:

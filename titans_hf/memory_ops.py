@@ -129,8 +129,8 @@ def kernel_refusal(rule: Rule, state: MemoryState, q: Tensor, chunk_size: int) -
     """Why the Triton kernels cannot serve a memory, and the fix; None if they can."""
     if state.start is not None:
         return "forgets towards zero: take 'auto' where `state.start` is given"
-    if type(rule) is not Rule:
-        return f"does not serve {type(rule).__name__}: use 'auto' or 'torch'"
+    if rule != Rule(rule.max_surprise):
+        return f"does not serve {rule}: use 'auto' or 'torch'"
     kernels = _kernels()
     if kernels is None:
         return "needs the kernels: pip install 'titans-hf[kernels]'"

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .memory_chunks import Write
 from .memory_closed_form import chunk_coefficients, negligible
-from .memory_rule import Rule
+from .memory_parts import Write
+from .memory_rule import DeltaRule, Rule
 from .memory_state import MemoryState
 from .rows import on_host
 from .tails import Cursor
@@ -33,7 +33,7 @@ def step(rule: Rule, state: MemoryState, q: Tensor, k: Tensor, v: Tensor, gates)
         return None
     B, H = q.shape[:2]
     q, k, v, *gates = (x.flatten(0, 1) for x in (q, k, v, *gates))
-    writer = writer.write(k, v, gates, rule.max_surprise)
+    writer = writer.write(rule, k, v, gates)
     y = writer.read(q).unflatten(0, (B, H))
     if not writer.is_full():
         return y, writer.attach(state.length + 1, state.start)
@@ -113,15 +113,19 @@ class ChunkWriter:
     def is_full(self) -> bool:
         return self.filled == self.slots.shape[1]
 
-    def write(self, k: Tensor, v: Tensor, gates: list[Tensor], max_surprise: float | None) -> "ChunkWriter":
+    def write(self, rule: Rule, k: Tensor, v: Tensor, gates: list[Tensor]) -> "ChunkWriter":
         """The writer after a token with key and value [G, 1, D] and gates [G, 1]."""
         if not self.cursor.allows(self.filled, self.slots):
             layers, slots = [x.clone() for x in self.layers], self.slots.clone()
             own = ChunkWriter._over(self.batch, layers, slots, self.of_M, self.of_S, self.filled)
-            return own.write(k, v, gates, max_surprise)
-        factors = Write([x[:, :n] for x, n in zip(self.layers, self.widths, strict=True)], k, v, max_surprise)
+            return own.write(rule, k, v, gates)
+        weights = [x[:, :n] for x, n in zip(self.layers, self.widths, strict=True)]
+        if isinstance(rule, DeltaRule):
+            factors = _PresentWrite(rule, weights, k, v, self)
+        else:
+            factors = Write(rule, weights, k, v)
         self.slots[:, self.filled] = torch.cat((*(x[:, 0] for x in factors.X), *gates), dim=-1)
-        for layer, width, d in zip(self.layers, self.widths, factors.capped_errors(), strict=True):
+        for layer, width, d in zip(self.layers, self.widths, factors.scaled_errors(), strict=True):
             layer[:, 2 * width + self.filled] = d[:, 0]
         theta, eta, alpha = gates
         of_S = self.of_S * eta  # Eq. 14, and below Eq. 13, for the shares
@@ -133,13 +137,25 @@ class ChunkWriter:
 
     def read(self, q: Tensor) -> Tensor:
         """The query [G, 1, D] through the present memory (Eq. 15)."""
-        of_W, of_S, of_u = self._shares(self.of_M)
-        for i, (layer, width, inputs) in enumerate(zip(self.layers, self.widths, self._inputs(), strict=True)):
-            q = F.silu(q) if i else q
-            overlap = torch.bmm(q, inputs.mT)
-            shares = torch.cat((of_W.expand(-1, -1, width), of_S.expand(-1, -1, width), of_u), dim=-1)
-            q = torch.bmm(torch.cat((q, q, overlap), dim=-1).mul_(shares), layer[:, : 2 * width + self.filled])
+        for i in range(len(self.layers)):
+            q = self.through(i, F.silu(q) if i else q)
         return q
+
+    def through(self, i: int, x: Tensor) -> Tensor:
+        """An input [G, 1, in] through the present weights of layer i: [G, 1, out]."""
+        of_W, of_S, of_u = self._shares(self.of_M)
+        width, inputs = self.widths[i], self._inputs()[i]
+        shares = torch.cat((of_W.expand(-1, -1, width), of_S.expand(-1, -1, width), of_u), dim=-1)
+        parts = torch.cat((x, x, torch.bmm(x, inputs.mT)), dim=-1).mul_(shares)
+        return torch.bmm(parts, self.layers[i][:, : 2 * width + self.filled])
+
+    def back_through(self, i: int, error: Tensor) -> Tensor:
+        """An error [G, 1, out] back through them: [G, 1, in]."""
+        of_W, of_S, of_u = self._shares(self.of_M)
+        width, inputs = self.widths[i], self._inputs()[i]
+        parts = torch.bmm(error, self.layers[i][:, : 2 * width + self.filled].mT)
+        by_W, by_S, by_u = parts.split((width, width, self.filled), dim=-1)
+        return (by_W * of_W).addcmul_(by_S, of_S).baddbmm_(by_u * of_u, inputs)
 
     def memory(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The present weights and momentum, [B, H, in, out] each (Eqs. 13 and 14)."""
@@ -161,6 +177,20 @@ class ChunkWriter:
 
     def _shares(self, of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return of[:, None, :1], of[:, None, 1:2], of[:, None, 2 : 2 + self.filled]
+
+
+class _PresentWrite(Write):
+    """The write of one token by delta: its error in the last layer is that of the present weights."""
+
+    def __init__(self, rule: Rule, weights, k: Tensor, v: Tensor, writer: ChunkWriter):
+        self.writer = writer
+        super().__init__(rule, weights, k, v)
+
+    def last_errors(self, W: Tensor, v: Tensor) -> Tensor:
+        return (self.writer.through(len(self.Z), self.X[-1]) - v).mul_(2)
+
+    def through_last(self, W: Tensor) -> Tensor:
+        return self.writer.back_through(len(self.Z), self.D[0])
 
 
 def _shares_now(state: MemoryState, filled: int) -> tuple[Tensor, Tensor]:
