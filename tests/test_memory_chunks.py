@@ -45,10 +45,11 @@ def by_autograd(rule, weights, momentum, start, tokens, chunks):
     towards_start=st.booleans(),
     kind=st.sampled_from([Rule, DeltaRule]),
     normalised=st.booleans(),
+    hidden_step=st.sampled_from([1.0, 0.3]),
     seed=st.integers(0, 99),
 )
 def test_outputs_states_and_gradients_equal_autograds(
-    depth, expansion, N, C, cap, closed_gates, last, towards_start, kind, normalised, seed
+    depth, expansion, N, C, cap, closed_gates, last, towards_start, kind, normalised, hidden_step, seed
 ):
     """Gates of exactly 0 and 1, tokens below and above the cap, rows of different lengths, chunks of any size."""
     tokens, starts = chunked(2, N, C, closed_gates, depth, expansion, seed)
@@ -58,7 +59,12 @@ def test_outputs_states_and_gradients_equal_autograds(
     starts, found = [*starts, *(start or ())], []
     for scan in (memory_chunks.scan, by_autograd):
         y, W, S = scan(
-            kind(cap, normalised), tuple(starts[:depth]), tuple(starts[depth : 2 * depth]), start, tokens, chunks
+            kind(cap, normalised, hidden_step),
+            tuple(starts[:depth]),
+            tuple(starts[depth : 2 * depth]),
+            start,
+            tokens,
+            chunks,
         )
         outputs = [torch.where(real[:, None, :, None, None], y, 0.0), *W, *S]
         g = torch.Generator().manual_seed(1)
@@ -81,7 +87,7 @@ def test_pieces_join_without_a_seam(rule, monkeypatch):
             assert_close(first, other, 1e-13)
 
 
-@pytest.mark.parametrize("rule", [Rule(), Rule(0.9, True), DeltaRule(), DeltaRule(0.9, True)])
+@pytest.mark.parametrize("rule", [Rule(), Rule(0.9, True, 0.3), DeltaRule(), DeltaRule(0.9, True, 0.3)])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("towards_start", [False, True])
 def test_the_derivative_passes_gradcheck(depth, rule, towards_start):

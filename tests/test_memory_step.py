@@ -33,10 +33,11 @@ def snapshot(state):
     towards_start=st.booleans(),
     kind=st.sampled_from([Rule, DeltaRule]),
     normalised=st.booleans(),
+    hidden_step=st.sampled_from([1.0, 0.3]),
     seed=st.integers(0, 99),
 )
 def test_steps_equal_the_token_loop(
-    depth, expansion, chunk, prompt, cap, closed_gates, dtype, towards_start, kind, normalised, seed
+    depth, expansion, chunk, prompt, cap, closed_gates, dtype, towards_start, kind, normalised, hidden_step, seed
 ):
     """From any place of a chunk, over chunk ends, gates of exactly 0 and 1."""
     T = prompt + 2 * chunk + 3
@@ -45,7 +46,7 @@ def test_steps_equal_the_token_loop(
     )
     if towards_start:
         start = replace(start, start=tuple(torch.roll(W, 1, dims=2) for W in start.weights))
-    options = {"chunk_size": chunk, "rule": kind(cap, normalised)}
+    options = {"chunk_size": chunk, "rule": kind(cap, normalised, hidden_step)}
     expected, end = neural_memory(*tokens, start, backend="recurrent", **options)
     outputs, state = [], start.opened(chunk)
     with torch.no_grad():

@@ -33,15 +33,16 @@ def read(tokens, state, pieces, **options):
 @given(
     depth=st.integers(1, 3),
     normalised=st.booleans(),
+    hidden_step=st.sampled_from([1.0, 0.3]),
     pieces=st.lists(st.integers(1, 11), min_size=1, max_size=5),
     cap=st.sampled_from([None, 0.5]),
     seed=st.integers(0, 99),
 )
-def test_any_rule_is_computed_as_the_token_loop_defines_it(kind, depth, normalised, pieces, cap, seed):
+def test_any_rule_is_computed_as_the_token_loop_defines_it(kind, depth, normalised, hidden_step, pieces, cap, seed):
     """Outputs, states and gradients, from any place of a chunk; single steps without gradients as well."""
     tokens, state = memory_inputs(T=sum(pieces), depth=depth, seed=seed)
     leaves = [x.requires_grad_() for x in (*tokens, *state.weights, *state.momentum)]
-    rule = kind(cap, normalised)
+    rule = kind(cap, normalised, hidden_step)
     expected = read(tokens, state, [sum(pieces)], rule=rule, backend="recurrent")
     actual = read(tokens, state, pieces, rule=rule)
     g = torch.Generator().manual_seed(1)

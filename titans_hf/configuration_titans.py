@@ -98,6 +98,7 @@ class TitansConfig(PreTrainedConfig):
     memory_eta_max: float | int = 0.999
     memory_write: str = "chunk"
     memory_step: str = "plain"
+    memory_hidden_step: float | int = 1.0
     memory_gates: str = "token"
     memory_momentum: bool = True
     memory_forget: bool = True
@@ -249,6 +250,7 @@ READING = (  # changes what a model makes of what it reads
     "memory_eta_max",
     "memory_write",
     "memory_step",
+    "memory_hidden_step",
     "memory_gates",
     "memory_momentum",
     "memory_forget",

@@ -140,7 +140,7 @@ def _solve_errors(rule, weights, a: Tensor, known: Tensor, share: Tensor, chunk:
     slot = torch.arange(share.shape[-1], device=a.device)
     g = torch.where((slot < chunk.length[:, None])[:, None, :, None], chunk.errors[-1], 0.0)  # [B, H, C, D]
     own = share.gather(-1, slots[:, None, None].expand(*share.shape[:3], -1))  # [B, H, n, n]
-    own = 2 * own * rule.step_scale(len(weights) - 1, _squared_norm(a).mT)
+    own = 2 * own * rule.step_scale(len(weights) - 1, len(weights), _squared_norm(a).mT)
     errors = torch.linalg.solve_triangular(own, 2 * (known - share @ g), upper=False, unitriangular=True)
     if rule.max_surprise is None or (
         not without_values(a) and not inside_functorch() and _within_cap(rule, weights, a, errors)
@@ -156,7 +156,7 @@ def _solve_errors(rule, weights, a: Tensor, known: Tensor, share: Tensor, chunk:
 
 def _within_cap(rule, weights, a: Tensor, g: Tensor) -> bool:
     a, g = _squared_norm(a), _squared_norm(g)
-    return bool((a * g * rule.step_scale(len(weights) - 1, a) ** 2 <= rule.max_surprise**2).all())
+    return bool((a * g * rule.step_scale(len(weights) - 1, len(weights), a) ** 2 <= rule.max_surprise**2).all())
 
 
 def _hidden_layers(weights, k: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -180,11 +180,12 @@ def _hidden_errors(weights, through: Tensor, slopes: list[Tensor]) -> list[Tenso
 
 def _scaled(rule, inputs, errors) -> tuple[Tensor, ...]:
     sizes = zip(map(_squared_norm, inputs), map(_squared_norm, errors), strict=True)
-    return tuple(g * rule.scale(layer, *pair) for g, (layer, pair) in zip(errors, enumerate(sizes), strict=True))
+    depth = len(inputs)
+    return tuple(g * rule.scale(i, depth, *pair) for g, (i, pair) in zip(errors, enumerate(sizes), strict=True))
 
 
 def _scaled_last(rule, weights, a: Tensor, g: Tensor) -> Tensor:
-    return g * rule.scale(len(weights) - 1, _squared_norm(a), _squared_norm(g))
+    return g * rule.scale(len(weights) - 1, len(weights), _squared_norm(a), _squared_norm(g))
 
 
 def _squared_norm(x: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class DeltaWrite(Write):
         self.share = step * self.overlap
         known = (self.of_W * self.before.decay).addcmul_(self.of_S, self.before.drift).sub_(v).mul_(2)
         squared = self.overlap.diagonal(dim1=-2, dim2=-1)[..., None]
-        scale = self.rule.step_scale(len(self.Z), squared)
+        scale = self.rule.step_scale(len(self.Z), len(self.X), squared)
         self.system = 2 * self.share * (scale.mT if isinstance(scale, Tensor) else scale)
         D = torch.linalg.solve_triangular(self.system, known, upper=False, unitriangular=True)
         self.G, self.acted = D * scale, False
@@ -75,7 +75,7 @@ class DeltaWrite(Write):
         found, self.G = [], torch.zeros_like(known)
         for t in range(known.shape[1]):
             d = known[:, t] - 2 * (self.share[:, t, None] @ self.G)[:, 0]
-            scale = self.rule.scale(len(self.Z), squared[:, t], d.square().sum(-1, keepdim=True))
+            scale = self.rule.scale(len(self.Z), len(self.X), squared[:, t], d.square().sum(-1, keepdim=True))
             self.G[:, t] = d * scale
             found.append(d)
         return torch.stack(found, dim=1)
@@ -96,10 +96,8 @@ class DeltaUpdates(Updates):
         self.G, self.share, self.system = (self.by_chunk(K, [x]) for x in (write.G, write.share, write.system))
         self.before, self.S = self.by_chunk(K, write.before), self.by_chunk(K, momentum[-1:])
         self.agreement = self.by_chunk(K, [write.agreement]) if self.curves[0] else None
-        scaled = write.scale is not None
-        self.step_scale = (
-            self.by_chunk(K, [write.step_scale[-1]]) if scaled and write.step_scale[-1] is not None else None
-        )
+        normalised = write.rule.normalised and len(weights) > 1
+        self.step_scale = self.by_chunk(K, [write.step_scale[-1]]) if normalised else None
         self.passed = []  # of all chunks passed: the gradients that `finish` makes those of the gates from
 
     def hidden_error_backward(self, n: int, i: int, dU: Tensor) -> None:

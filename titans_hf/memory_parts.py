@@ -111,7 +111,7 @@ class Write:
             self.U.insert(0, self.through_last(weights[-1]) if last else torch.bmm(self.D[0], weights[i + 1].mT))
             self.D.insert(0, torch.ops.aten.silu_backward(self.U[0], self.Z[i]))
         self.scale = self.norms = None
-        if rule.max_surprise is not None or rule.normalised:
+        if rule.max_surprise is not None or rule.normalised or rule.hidden_step != 1:
             self._measure(rule)
 
     def last_errors(self, W: Tensor, v: Tensor) -> Tensor:
@@ -126,30 +126,27 @@ class Write:
         """The norms of all inputs and errors, and `Rule.scale` from them."""
         norm = torch.linalg.vector_norm
         self.norms = [(norm(x, dim=-1), norm(d, dim=-1)) for x, d in zip(self.X, self.D, strict=True)]
-        self.scale, self.step_scale = [], []
+        self.scale, self.step_scale = [], []  # after and before the cap
         for layer, (x, d) in enumerate(self.norms):
-            step = rule.step_scale(layer, x.square())
-            self.step_scale.append(step if isinstance(step, Tensor) else None)
+            step = rule.step_scale(layer, len(self.X), x.square())
+            self.step_scale.append(step)
             if rule.max_surprise is not None:
                 step = step * rule.max_surprise / (x * d * step).clamp_(min=rule.max_surprise)
-            self.scale.append(step if isinstance(step, Tensor) else torch.ones_like(x))
+            self.scale.append(step if isinstance(step, Tensor) else torch.full_like(x, step))
 
     def shares(self, layer: int) -> tuple[Tensor, Tensor]:
         """[G, C] each: minus the derivative of the scale's logarithm by the input, over the input; same for the error.
 
-        Where the cap acts the scale is `cap / (|x| |d|)`, elsewhere `1 / |x|^2` or 1.
+        Where the cap acts the scale is `cap / (|x| |d|)`; elsewhere it is in proportion to `1 / |x|^2`, or constant.
         """
-        (x, d), step = self.norms[layer], self.step_scale[layer]
-        of_step = torch.zeros_like(x)
-        if step is not None:
-            of_step = torch.where(step < 1, 2 * step, 0.0)
-        if self.rule.max_surprise is None:
-            return of_step, torch.zeros_like(d)
-        acts = x * d * (1 if step is None else step) > self.rule.max_surprise
-        return (
-            torch.where(acts, x.square().reciprocal(), of_step),
-            torch.where(acts, d, torch.inf).square().reciprocal(),
-        )
+        rule, (x, d), step = self.rule, self.norms[layer], self.step_scale[layer]
+        of_x, of_d = torch.zeros_like(x), torch.zeros_like(d)
+        if rule.normalised and layer:
+            of_x = torch.where(x > 1, 2 / x.square(), of_x)
+        if rule.max_surprise is not None:
+            acts = x * d * step > rule.max_surprise
+            of_x, of_d = (torch.where(acts, n.square().reciprocal(), of) for n, of in ((x, of_x), (d, of_d)))
+        return of_x, of_d
 
     def after(self, weights, momentum, start, gates: Gates) -> list[Tensor]:
         """Weights, then momentum, after the last token (Eqs. 13 and 14), with what `start` gives back."""

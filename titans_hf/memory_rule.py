@@ -34,10 +34,13 @@ class Rule:
         normalised: whether the gradient of a layer behind the first is divided by the squared norm of the layer's
             input, where that exceeds 1. A step of 1/2 then moves the layer's answer to this input by its whole error,
             however many hidden units there are, as it does in the first layer, whose inputs, the keys, have norm 1.
+        hidden_step: the share of each step that the layers before the last take. With all of it every layer corrects
+            the whole error, and together they overshoot.
     """
 
     max_surprise: float | None = None
     normalised: bool = False
+    hidden_step: float = 1.0
 
     def __post_init__(self):
         if self.max_surprise is not None and not self.max_surprise > 0:
@@ -59,20 +62,21 @@ class Rule:
         """Factors `a` and `g` of the gradients `u = a g^T` of new tokens [B, H, n, ...] of a chunk, in closed form."""
         return gradient_factors(self, weights, k, v)
 
-    def scale(self, layer: int, input: Tensor, error: Tensor) -> Tensor | float:
-        """The factor on a layer's gradient `a g^T`, from the squared norms of the layer's input and error.
+    def scale(self, layer: int, depth: int, input: Tensor, error: Tensor) -> Tensor | float:
+        """The factor on the gradient `a g^T` of one of `depth` layers, from the squared norms of its input and error.
 
         The norm of what is left is at most `max_surprise`.
         """
-        scale = self.step_scale(layer, input)
+        scale = self.step_scale(layer, depth, input)
         if self.max_surprise is None:
             return scale
         squared_norm = input * error * scale**2
         return scale * self.max_surprise * squared_norm.clamp(min=self.max_surprise**2).rsqrt()
 
-    def step_scale(self, layer: int, input: Tensor) -> Tensor | float:
-        """What `normalised` makes of that factor, before the cap."""
-        return input.clamp(min=1).reciprocal() if self.normalised and layer else 1.0
+    def step_scale(self, layer: int, depth: int, input: Tensor) -> Tensor | float:
+        """The same before the cap: what `hidden_step` and `normalised` make of it."""
+        share = 1.0 if layer == depth - 1 else self.hidden_step
+        return share / input.clamp(min=1) if self.normalised and layer else share
 
     def at_boundary(self, weights: tuple[Tensor, ...], start: tuple[Tensor, ...] | None, keep: Tensor):
         """The weights at a chunk's end, with what the chunk has forgotten of `start` given back.
@@ -109,7 +113,9 @@ RULES = {"chunk": Rule, "delta": DeltaRule}
 
 def rule_of(config) -> Rule:
     """The rule of a `TitansConfig`."""
-    return RULES[config.memory_write](config.memory_max_surprise, config.memory_step == "normalised")
+    return RULES[config.memory_write](
+        config.memory_max_surprise, config.memory_step == "normalised", config.memory_hidden_step
+    )
 
 
 def answers(weights: tuple[Tensor, ...], x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -141,7 +147,7 @@ def surprise(rule: Rule, weights: tuple[Tensor, ...], k: Tensor, v: Tensor):
         found = torch.autograd.grad(loss, [*weights, *outputs], create_graph=outer_grad)
     u, errors = found[: len(weights)], found[len(weights) :]
     sizes = [[x.square().sum((-2, -1), keepdim=True) for x in xs] for xs in (inputs, errors)]
-    scales = [rule.scale(layer, *pair) for layer, pair in enumerate(zip(*sizes, strict=True))]
+    scales = [rule.scale(layer, len(u), *pair) for layer, pair in enumerate(zip(*sizes, strict=True))]
     u, errors = ([g * scale for g, scale in zip(xs, scales, strict=True)] for xs in (u, errors))
     return u, [a if outer_grad else a.detach() for a in inputs], errors
 
