@@ -10,6 +10,7 @@ MEMORY_GATES = ("token", "chunk")
 MEMORY_STEPS = ("plain", "normalised")
 MEMORY_WRITES = ("chunk", "delta")
 MEMORY_FORGET_TO = ("zero", "start")
+MEMORY_COMBINES = ("gate_attention", "gate_memory", "add")
 MEMORY_IMPLEMENTATIONS = ("auto", "torch", "triton", "recurrent")
 
 # Saved with every checkpoint, beside the code itself: it loads with `trust_remote_code=True` where titans_hf is not
@@ -76,6 +77,8 @@ class TitansConfig(PreTrainedConfig):
     hidden_act: str = "silu"
     max_position_embeddings: int = 2**21
     initializer_range: float = 0.02
+    embedding_initializer_range: float | None = None
+    mixer_initializer_scale: float | int = 0.1
     rms_norm_eps: float = 1e-6
     use_cache: bool = True
     tie_word_embeddings: bool = True
@@ -99,6 +102,11 @@ class TitansConfig(PreTrainedConfig):
     memory_write: str = "chunk"
     memory_step: str = "plain"
     memory_hidden_step: float | int = 1.0
+    memory_value_norm: bool = False
+    memory_combine: str = "gate_attention"
+    memory_theta_start: float | int = 0.5
+    memory_eta_start: float | int = 0.1
+    memory_alpha_start: list[float] | None = None
     memory_gates: str = "token"
     memory_momentum: bool = True
     memory_forget: bool = True
@@ -113,7 +121,11 @@ class TitansConfig(PreTrainedConfig):
         if self.memory_num_heads is None:
             self.memory_num_heads = self.num_attention_heads
         if self.memory_theta_max is None and self.memory_chunk_size > 0:
-            self.memory_theta_max = 1 / (4 * self.memory_chunk_size)
+            self.memory_theta_max = 0.5 if self.memory_write == "delta" else 1 / (4 * self.memory_chunk_size)
+        if self.memory_alpha_start is None:
+            self.memory_alpha_start = [0.3, 0.001]
+        if self.embedding_initializer_range is None and self.hidden_size > 0:
+            self.embedding_initializer_range = self.hidden_size**-0.5
         if self.head_dim is None and self.num_attention_heads > 0:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -165,6 +177,7 @@ class TitansConfig(PreTrainedConfig):
             ("memory_step", MEMORY_STEPS),
             ("memory_gates", MEMORY_GATES),
             ("memory_forget_to", MEMORY_FORGET_TO),
+            ("memory_combine", MEMORY_COMBINES),
             ("memory_implementation", MEMORY_IMPLEMENTATIONS),
         ):
             if getattr(self, field) not in choices:
@@ -214,6 +227,21 @@ class TitansConfig(PreTrainedConfig):
                 f"`memory_theta_max` must be positive, got {self.memory_theta_max}: leave it out for "
                 "1 / (4 * memory_chunk_size)"
             )
+        starts = self.memory_alpha_start
+        for field, value in (
+            ("memory_theta_start", self.memory_theta_start),
+            ("memory_eta_start", self.memory_eta_start),
+            *(("memory_alpha_start", alpha) for alpha in starts),
+        ):
+            if not 0 < value < 1:
+                raise ValueError(f"`{field}` must be between 0 and 1, both excluded, got {value}")
+        if len(starts) != 2:
+            raise ValueError(f"`memory_alpha_start` must be two numbers, of the first and the last head; got {starts}")
+        if not self.memory_hidden_step > 0:
+            raise ValueError(f"`memory_hidden_step` must be positive, got {self.memory_hidden_step}")
+        for field in ("initializer_range", "embedding_initializer_range", "mixer_initializer_scale"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"`{field}` must be positive, got {getattr(self, field)}")
         if not 0 < self.memory_eta_max <= 0.999:
             raise ValueError(
                 f"`memory_eta_max` must be in (0, 0.999], got {self.memory_eta_max}: "
@@ -255,11 +283,18 @@ READING = (  # changes what a model makes of what it reads
     "memory_momentum",
     "memory_forget",
     "memory_forget_to",
+    "memory_value_norm",
+    "memory_combine",
 )
 NEITHER = (  # concerns training, tools or the choice between equal implementations
     "vocab_size",
     "max_position_embeddings",
     "initializer_range",
+    "embedding_initializer_range",
+    "mixer_initializer_scale",
+    "memory_theta_start",
+    "memory_eta_start",
+    "memory_alpha_start",
     "use_cache",
     "tie_word_embeddings",
     "attention_dropout",

@@ -92,21 +92,23 @@ class WriteGates(nn.Module):
     not overshoot; a deep one is steeper by the square of what it has learned, hence a quarter of that by default. Where
     eta rises behind a large step, the step counts many times over, and `memory_max_surprise` bounds the memory.
 
-    The weights start at zero, so at first every token is written alike. The biases start theta and eta at half their
-    maximum, and alpha at a half-life of 1,386 tokens: a deep memory that forgets faster than it writes collapses to
-    zero, where all its gradients vanish.
+    The weights start at zero, so at first every token is written alike. `memory_theta_start` and `memory_eta_start` are
+    shares of the maximum. Alpha starts from the first of `memory_alpha_start` in the first head to the second in the
+    last, in equal ratios: heads that keep a few words, and heads that keep a text.
     """
-
-    START = (0.5, 0.5, 5e-4)  # theta and eta as shares of their maximum, and alpha
 
     def __init__(self, config: TitansConfig):
         super().__init__()
         self.proj = nn.Linear(config.hidden_size, 3 * config.memory_num_heads)
         self.theta_max, self.eta_max = config.memory_theta_max, config.memory_eta_max
         self.momentum, self.forget = config.memory_momentum, config.memory_forget
+        self.starts = (config.memory_theta_start, config.memory_eta_start, *config.memory_alpha_start)
 
     def start_bias(self) -> Tensor:
-        return torch.tensor(self.START).logit().repeat_interleave(self.proj.out_features // 3)
+        H = self.proj.out_features // 3
+        theta, eta, *alphas = torch.tensor(self.starts, dtype=torch.float64)
+        first, last = torch.stack(alphas).log10().tolist()
+        return torch.cat((theta.expand(H), eta.expand(H), torch.logspace(first, last, H, dtype=torch.float64))).logit()
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, hidden] to `(theta, eta, alpha)` stacked as [B, T, 3, H]."""
@@ -190,6 +192,7 @@ class NeuralMemory(nn.Module):
         self.num_heads, self.head_dim = config.memory_num_heads, config.head_dim
         self.chunk_size, self.rule = config.memory_chunk_size, rule_of(config)
         self.gates_by_chunk = config.memory_gates == "chunk"
+        self.to_unit = 3 if config.memory_value_norm else 2  # of queries, keys and values
         self.backend = config.memory_implementation
         width = self.num_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
@@ -292,7 +295,7 @@ class NeuralMemory(nn.Module):
             before = tail.last(self.conv_reach).split(width, dim=-1)
             taps = self.conv(streams * width).split(width, dim=-1)
             found = [
-                conv_silu(x, *past, self.num_heads, to_unit=i < 2)
+                conv_silu(x, *past, self.num_heads, to_unit=i < self.to_unit)
                 for i, (x, *past) in enumerate(zip(projected, before, taps, strict=True))
             ]
             return found, tail.after(projected, lengths)
@@ -304,7 +307,7 @@ class NeuralMemory(nn.Module):
                 extended[:, extended.shape[1] - joined.shape[1] - self.conv_reach :].to(taps.dtype), taps
             )
         mixed = F.silu(joined.to(state_dtype(joined.dtype))).unflatten(-1, (streams * self.num_heads, -1))
-        directions = min(streams, 2) * self.num_heads
+        directions = min(streams, self.to_unit) * self.num_heads
         heads = F.normalize(mixed[:, :, :directions], dim=-1, eps=SMALLEST).split(self.num_heads, dim=2)
         return [*heads, mixed[:, :, directions:]][:streams], tail
 

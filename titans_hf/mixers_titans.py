@@ -28,14 +28,25 @@ class BranchNorm(TitansRMSNorm):
 
 
 class Combine(nn.Module):
-    """The paper's (x): `norm(y) * sigmoid(norm(m))`, both norms with learned vectors (Section 4.2)."""
+    """The paper's (x) of attention's output y and the memory's m (Section 4.2).
+
+    Both pass a norm with a learned vector and a non-linearity, and are multiplied; which of them the non-linearity is
+    on the paper leaves open. The one that carries the content ends the branch.
+    """
 
     def __init__(self, config: TitansConfig):
         super().__init__()
-        self.norm_y = BranchNorm(config.hidden_size, config.rms_norm_eps)
-        self.norm_m = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.form = config.memory_combine
+        if self.form != "add":
+            gates_memory = self.form == "gate_memory"
+            kinds = (TitansRMSNorm, BranchNorm) if gates_memory else (BranchNorm, TitansRMSNorm)
+            self.norm_y, self.norm_m = (kind(config.hidden_size, config.rms_norm_eps) for kind in kinds)
 
     def forward(self, y: Tensor, m: Tensor) -> Tensor:
+        if self.form == "add":
+            return y + m
+        if self.form == "gate_memory":
+            return self.norm_m(m) * torch.sigmoid(self.norm_y(y))
         return self.norm_y(y) * torch.sigmoid(self.norm_m(m))
 
 

@@ -35,7 +35,7 @@ except ImportError:
         return hidden_states[:, kept]
 
 
-from .attention_titans import Rows, SegmentAttention, TitansRotaryEmbedding
+from .attention_titans import Rows, SegmentAttention, TitansAttention, TitansRotaryEmbedding
 from .cache_titans import LAYER_TYPE, TitansCache, TitansCacheLayer, check_cache, hide_past
 from .carry_titans import LOG_LIMIT, REWIND
 from .configuration_titans import TitansConfig
@@ -147,12 +147,19 @@ class TitansPreTrainedModel(PreTrainedModel):
             init.copy_(module.inv_freq, module.frequencies()[0])
         elif isinstance(module, CausalConv):
             init.copy_(module.weight, module.start())
-        elif isinstance(module, SegmentAttention):
-            if _is_fresh(module.k_proj.weight):
+        elif isinstance(module, TitansAttention):
+            if isinstance(module, SegmentAttention) and _is_fresh(module.k_proj.weight):
                 init.copy_(module.k_proj.weight, module.keys_like_queries())
+            self._init_output(module.o_proj)
         elif isinstance(module, NeuralMemory):
             if _is_fresh(module.k_proj.weight):
                 init.copy_(module.k_proj.weight, module.q_proj.weight)
+            self._init_output(module.out_proj)
+        elif isinstance(module, nn.Embedding):
+            if _is_fresh(module.weight):
+                init.normal_(module.weight, std=self.config.embedding_initializer_range)
+                if module.padding_idx is not None:
+                    init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, BranchNorm):
             init.constant_(module.weight, self.config.hidden_size * self.config.initializer_range**2)
         elif isinstance(module, MemoryStart):
@@ -162,6 +169,11 @@ class TitansPreTrainedModel(PreTrainedModel):
             init.normal_(module.persistent, std=self.config.initializer_range)
         else:
             super()._init_weights(module)
+
+    def _init_output(self, proj: nn.Linear) -> None:
+        """The projection with which a mixer enters the residual stream: quiet, so that the token leads it at first."""
+        if _is_fresh(proj.weight):
+            init.normal_(proj.weight, std=self.config.initializer_range * self.config.mixer_initializer_scale)
 
     def _initialize_weights(self, module: nn.Module, *args, **kwargs) -> None:
         """Give `_init_weights` every module: out of tree, transformers would leave out those without own parameters.

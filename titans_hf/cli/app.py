@@ -17,6 +17,7 @@ from .chat import chat
 from .eval import evaluate, table
 from .info import info
 from .memory import ask, remember
+from .probe import probe
 from .push import push
 from .studio import studio
 from .surprise import surprise
@@ -95,7 +96,7 @@ def titans(
         typer.echo(context.get_help())
 
 
-for command in (info, remember, ask, chat, surprise, studio, table, card, push):
+for command in (info, remember, ask, chat, surprise, probe, studio, table, card, push):
     app.command()(command)
 app.command("eval")(evaluate)  # the word is Python's
 

@@ -9,7 +9,6 @@ Axes: N articles, T tokens, P tokens of a piece, V vocabulary.
 """
 
 import argparse
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ..evals.files import data_folder, documents
 from ..evals.model import MEMORY, TitansLM
 from ..records.files import write_record
+from .places import places
 
 
 def read_texts(folder: Path, tokenizer, tokens: int) -> Tensor:
@@ -43,14 +43,6 @@ def losses(lm: TitansLM, ids: Tensor) -> Tensor:
     return torch.cat(parts, dim=1).mean(0)
 
 
-def borders(tokens: int) -> list[int]:
-    """0, 128, 256, 512, ... and the end."""
-    found, border = [0], 128
-    while border < tokens:
-        found, border = [*found, border], 2 * border
-    return [*found, tokens]
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of a Titans model and its tokenizer")
@@ -63,14 +55,16 @@ def main(argv: list[str] | None = None) -> None:
     own = {} if args.forget_to is None else {"memory_forget_to": args.forget_to}
     model = AutoModelForCausalLM.from_pretrained(args.model, **own).eval()
     ids = read_texts(args.data, tokenizer, args.tokens)
-    places = list(pairwise(borders(args.tokens)))
+    stretches = places(args.tokens)
     print(f"{len(ids)} articles")
-    print(f"{'tokens':<8}" + "".join(f"{f'{start}-{end}':>12}" for start, end in places))
+    print(f"{'tokens':<8}" + "".join(f"{f'{start}-{end}':>12}" for start, end in stretches))
     means = {}
     for memory in tqdm(MEMORY, desc="memory", leave=False):
         lm = TitansLM(pretrained=model, tokenizer=tokenizer, batch_size=len(ids), memory=memory)
         found = losses(lm, ids.to(model.device))
-        means[memory] = [round(found[start:end].mean().item(), 4) for start, end in places]
+        means[memory] = [round(found[start:end].mean().item(), 4) for start, end in stretches]
         tqdm.write(f"{memory:<8}" + "".join(f"{mean:>12.3f}" for mean in means[memory]))
     if args.record:
-        write_record(args.record, model=args.model.as_posix(), articles=len(ids), places=places, nats_per_token=means)
+        write_record(
+            args.record, model=args.model.as_posix(), articles=len(ids), places=stretches, nats_per_token=means
+        )
