@@ -1,0 +1,129 @@
+"""Models of equal size for the studies: Titans variants, and models of transformers as baselines.
+
+All have the width, depth and heads that they are built with; the feed-forward width makes up for what a mixer holds.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .. import TitansConfig, TitansForCausalLM
+from ..configuration_titans import VARIANTS
+
+BASELINES = ("gdn", "llama", "sliding", "mamba2")
+FAMILIES = (*VARIANTS, *BASELINES)
+ABOUT = {
+    "gdn": "gated delta net (Qwen3-Next's linear layers alone)",
+    "llama": "Transformer with full attention (Llama)",
+    "sliding": "Transformer with the same sliding window (Mistral)",
+    "mamba2": "Mamba2",
+}
+
+
+def build(family: str, sizes: dict, parameters: int, seed: int, **fields) -> PreTrainedModel:
+    """A model with as many parameters, within the step of its feed-forward width.
+
+    Args:
+        sizes: vocab_size, hidden_size, num_hidden_layers, num_attention_heads, window.
+        parameters: how many the model should have.
+        fields: of the family's configuration; `embedding_range`, for baselines, is where their embeddings start.
+    """
+    narrow, wide = (count(family, {**sizes, "intermediate_size": width}, fields) for width in (64, 128))
+    per_width = (wide - narrow) / 64
+    width = max(8, round((64 + (parameters - narrow) / per_width) / 8) * 8) if per_width else 64
+    torch.manual_seed(seed)
+    return _model(family, {**sizes, "intermediate_size": width}, fields)
+
+
+def count(family: str, sizes: dict, fields: dict) -> int:
+    with torch.device("meta"):
+        return _model(family, sizes, fields).num_parameters()
+
+
+def _model(family: str, sizes: dict, fields: dict) -> PreTrainedModel:
+    if family in VARIANTS:
+        return _titans(family, sizes, fields)
+    fields = dict(fields)
+    embedding_range = fields.pop("embedding_range", None)
+    model = _BUILDERS[family](sizes, fields)
+    if embedding_range is not None and not model.get_input_embeddings().weight.is_meta:
+        nn.init.normal_(model.get_input_embeddings().weight, std=embedding_range)
+    return model
+
+
+def _titans(variant: str, sizes: dict, fields: dict) -> TitansForCausalLM:
+    window = sizes["window"]
+    own = {
+        "variant": variant,
+        "sliding_window": window,
+        "segment_size": window // 2,
+        "memory_chunk_size": min(32, window // 2),
+        "num_persistent_tokens": 4,
+    }
+    shared = {name: value for name, value in sizes.items() if name != "window"}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+    return TitansForCausalLM(TitansConfig(**{**shared, **own, **tokens, **fields}))
+
+
+def _gdn(sizes: dict, fields: dict) -> PreTrainedModel:
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    layers, heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
+    width = sizes["hidden_size"] // heads
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            **_common(sizes),
+            num_key_value_heads=heads,
+            head_dim=width,
+            **{"linear_num_key_heads": heads, "linear_num_value_heads": heads},
+            **{"linear_key_head_dim": width, "linear_value_head_dim": width},
+            layer_types=["linear_attention"] * layers,
+            mlp_only_layers=list(range(layers)),
+            num_experts=0,
+            **fields,
+        )
+    )
+
+
+def _llama(sizes: dict, fields: dict) -> PreTrainedModel:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**_common(sizes), max_position_embeddings=2**20, **fields))
+
+
+def _sliding(sizes: dict, fields: dict) -> PreTrainedModel:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    heads, more = sizes["num_attention_heads"], {"sliding_window": sizes["window"], "max_position_embeddings": 2**20}
+    return MistralForCausalLM(MistralConfig(**_common(sizes), num_key_value_heads=heads, **more, **fields))
+
+
+def _mamba2(sizes: dict, fields: dict) -> PreTrainedModel:
+    """Mamba2 has no feed-forward: its blocks make up its size, two for each of the others' layers."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    width = sizes["hidden_size"]
+    shared = {name: value for name, value in _common(sizes).items() if name in ("vocab_size", "tie_word_embeddings")}
+    return Mamba2ForCausalLM(
+        Mamba2Config(
+            **{**shared, "hidden_size": width, "num_hidden_layers": 2 * sizes["num_hidden_layers"]},
+            **{"expand": 2, "head_dim": 64, "num_heads": 2 * width // 64, "state_size": 64, "n_groups": 1},
+            **{"use_cache": False, "chunk_size": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1},
+            **fields,
+        )
+    )
+
+
+def _common(sizes: dict) -> dict:
+    own = {name: value for name, value in sizes.items() if name != "window"}
+    return {**own, "tie_word_embeddings": True, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+
+
+_BUILDERS: dict[str, Callable[[dict, dict], PreTrainedModel]] = {
+    "gdn": _gdn,
+    "llama": _llama,
+    "sliding": _sliding,
+    "mamba2": _mamba2,
+}

@@ -1,0 +1,293 @@
+"""Who learns faster from text, and what is the memory worth? Models of equal size, tokens and tuning effort.
+
+    python scripts/train/small_text.py --data DATA --out runs/small
+    python scripts/studies/learning.py --text runs/small --models lmm,gdn,llama --out runs/learning
+
+Every model is trained with every learning rate and every start of the grid on the first seed. The setting with the
+lowest loss on the novels kept to choose by is trained with the other seeds too. What is reported is the loss on other
+novels, by place in the text, and for Titans the same with the memory never written. Each run is a JSON file in `--out`,
+and a run that has its file is not done again; `--jobs` runs go on side by side, with one thread each.
+"""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedModel, get_wsd_schedule
+
+from ..configuration_titans import VARIANTS
+from ..records.files import plots, write_record, write_text
+from .families import ABOUT, FAMILIES, build
+from .places import places, token_losses
+
+SIZES = {"vocab_size": 4096, "hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3, "window": 128}
+PARAMETERS = 3_400_000
+ROW = 1024
+EVALUATED = 4  # rows' length of a text that is read to its end
+FROM = 512  # places from here on are what runs are compared by, up to the length of a row
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: what is trained, and how."""
+
+    model: str
+    tokens: int
+    lr: float
+    start: float  # of the embeddings, in units of 1 / sqrt(width)
+    seed: int
+    fields: str = "{}"  # of the model's configuration, as JSON
+
+    @property
+    def name(self) -> str:
+        own = "".join(c if c.isalnum() or c in "._-" else "_" for c in self.fields.replace('"', "").strip("{}"))
+        parts = (self.model, own, f"{self.tokens}", f"lr{self.lr:g}", f"start{self.start:g}", f"seed{self.seed}")
+        return "-".join(part for part in parts if part)
+
+    @property
+    def embedding_range(self) -> float:
+        return self.start * SIZES["hidden_size"] ** -0.5
+
+    def build(self) -> PreTrainedModel:
+        field = "embedding_initializer_range" if self.model in VARIANTS else "embedding_range"
+        fields = {field: self.embedding_range, **json.loads(self.fields)}
+        return build(self.model, SIZES, PARAMETERS, self.seed, **fields)
+
+
+def training_tokens(folder: Path, tokens: int) -> Tensor:
+    """The first tokens of the training documents in a row, kept in a file beside them for the next run."""
+    kept = folder / "tokens.pt"
+    if not kept.exists():
+        tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+        lines = (folder / "text.jsonl").read_text(encoding="utf-8").splitlines()
+        texts = [json.loads(line)["text"] for line in lines]
+        ids = (tokenizer(text, verbose=False).input_ids + [tokenizer.eos_token_id] for text in texts)
+        torch.save(torch.tensor([token for text in ids for token in text], dtype=torch.int32), kept)
+    found = torch.load(kept)
+    if len(found) < tokens:
+        raise ValueError(f"{folder} has {len(found):,} tokens to train on: lower --tokens")
+    return found[:tokens].long()
+
+
+def held_out_texts(folder: Path, part: str, length: int, texts: int) -> list[Tensor]:
+    """Texts of that many tokens, taken evenly from the novels that are kept to choose by or to report."""
+    tokenizer, found = AutoTokenizer.from_pretrained(folder / "tokenizer"), []
+    lines = [json.loads(line) for line in (folder / "novels.jsonl").read_text(encoding="utf-8").splitlines()]
+    novels = [line["text"] for line in lines if line["part"] == part]
+    for novel in novels:
+        ids = torch.tensor(tokenizer(novel, verbose=False).input_ids)
+        found += ids[: len(ids) // length * length].view(-1, length)[
+            :: max(1, len(ids) // length * len(novels) // texts)
+        ]
+    if not found:
+        raise ValueError(f"{folder / 'novels.jsonl'} holds no text of {length:,} tokens to {part}")
+    return found[:texts]
+
+
+def train(run: Run, ids: Tensor, progress: Path) -> tuple[PreTrainedModel, dict]:
+    """The trained model, and its largest gradient norm and time."""
+    model = run.build().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    steps, started, norms, curve = len(ids) // ROW, time.time(), [], []
+    warmup = max(1, round(0.05 * steps))
+    schedule = get_wsd_schedule(optimizer, warmup, steps - warmup, num_stable_steps=0, min_lr_ratio=0.1)
+    for step, row in enumerate(ids[: steps * ROW].view(steps, 1, ROW), 1):
+        loss = model(row, labels=row).loss
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        curve.append(loss.item())
+        if step % 10 == 0:
+            progress.write_text(f"{step}/{steps}")
+    seconds = time.time() - started
+    last = curve[-max(1, steps // 20) :]
+    measured = {
+        "parameters": model.num_parameters(),
+        "seconds": round(seconds, 1),
+        "tokens_per_second": len(ids) / seconds,
+    }
+    return model.eval(), measured | {"largest_gradient": max(norms), "training_loss": mean(last)}
+
+
+def losses_by_place(model: PreTrainedModel, texts: list[Tensor], **options) -> list[float]:
+    """Mean nats per token in each stretch of the texts, which have equal lengths."""
+    found = torch.stack([token_losses(model, ids, **options) for ids in texts]).mean(0)
+    return [round(found[start:end].mean().item(), 4) for start, end in places(len(found) + 1)]
+
+
+def perform(run: Run, folder: Path, out: Path, evaluated: int) -> None:
+    """Train and measure one run, and write its file; a process of its own calls this."""
+    torch.set_num_threads(1)
+    progress = out / f"{run.name}.progress"
+    model, measured = train(run, training_tokens(folder, run.tokens), progress)
+    results = {}
+    for part in ("choose", "report"):
+        texts = held_out_texts(folder, part, evaluated, 8 if part == "choose" else 16)
+        results[part] = losses_by_place(model, texts)
+        if run.model in VARIANTS:
+            results[f"{part}_off"] = losses_by_place(model, texts, memory_read_only=True)
+    model.save_pretrained(out / f"{run.name}.model")
+    content = {"places": places(evaluated), **results}
+    write_text(out / f"{run.name}.json", json.dumps({**asdict(run), **measured, **content}, indent=1) + "\n")
+    progress.unlink(missing_ok=True)
+
+
+def perform_all(runs: list[Run], args: argparse.Namespace) -> list[dict]:
+    """All runs, those that have no file in `--jobs` processes; their records in the order of `runs`."""
+    left = [run for run in runs if not (args.out / f"{run.name}.json").exists()]
+    if left:
+        args.out.mkdir(parents=True, exist_ok=True)
+        training_tokens(args.text, 1)  # tokenised once, before there are several processes
+        with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+            waiting = [pool.submit(perform, run, args.text, args.out, args.evaluated) for run in left]
+            for run, done in zip(tqdm(left, desc="runs"), waiting, strict=True):
+                tqdm.write(run.name)
+                done.result()
+    return [json.loads((args.out / f"{run.name}.json").read_text()) for run in runs]
+
+
+def compared_by(record: dict, part: str) -> float:
+    """The mean loss at the places from `FROM` to the end of a training row."""
+    chosen = [loss for (start, end), loss in zip(record["places"], record[part]) if start >= FROM and end <= ROW]
+    return mean(chosen or record[part])
+
+
+def study(args: argparse.Namespace) -> list[dict]:
+    """Per model the records of its best setting, all seeds, and of the grid it was chosen from."""
+    first, *others = args.seeds
+    grid = {
+        model: [
+            Run(model, args.tokens, lr, start, first, args.fields.get(model, "{}"))
+            for lr in args.lr
+            for start in args.start
+        ]
+        for model in args.models
+    }
+    tried = perform_all([run for runs in grid.values() for run in runs], args)
+    by_model = defaultdict(list)
+    for run, record in zip((run for runs in grid.values() for run in runs), tried, strict=True):
+        by_model[run.model].append((compared_by(record, "choose"), run))
+    best = {model: min(found, key=lambda pair: pair[0])[1] for model, found in by_model.items()}
+    seeded = {model: [Run(**{**asdict(run), "seed": seed}) for seed in args.seeds] for model, run in best.items()}
+    records = iter(perform_all([run for runs in seeded.values() for run in runs], args))
+    return [
+        {
+            "model": model,
+            "settings": asdict(best[model]),
+            "grid": [{"lr": run.lr, "start": run.start, "choose": loss} for loss, run in by_model[model]],
+            "runs": [next(records) for _ in runs],
+        }
+        for model, runs in seeded.items()
+    ]
+
+
+def row(found: dict) -> dict:
+    """One line of the table: the loss on the novels to report, its spread over seeds, and what the memory is worth."""
+    losses = [compared_by(record, "report") for record in found["runs"]]
+    off = [compared_by(record, "report_off") for record in found["runs"] if "report_off" in record]
+    return {
+        "model": found["model"],
+        "parameters": found["runs"][0]["parameters"],
+        "lr": found["settings"]["lr"],
+        "start": found["settings"]["start"],
+        "seeds": len(losses),
+        "nats": round(mean(losses), 4),
+        "spread": round(stdev(losses), 4) if len(losses) > 1 else None,
+        "memory off": round(mean(off), 4) if off else None,
+        "worth": round(mean(off) - mean(losses), 4) if off else None,
+        "largest gradient": round(max(record["largest_gradient"] for record in found["runs"]), 2),
+        "tokens/s": round(mean(record["tokens_per_second"] for record in found["runs"])),
+    }
+
+
+def show(rows: list[dict]) -> str:
+    cells = [list(rows[0]), *([("" if x is None else str(x)) for x in row.values()] for row in rows)]
+    widths = [max(map(len, column)) + 2 for column in zip(*cells, strict=True)]
+    return "\n".join("".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+
+
+def draw(study: list[dict], path: Path) -> None:
+    """Loss by place, with the memory's off control as a dashed line."""
+    plt = plots()
+    figure, axes = plt.subplots(figsize=(7.5, 4))
+    for found, colour in zip(study, plt.rcParams["axes.prop_cycle"].by_key()["color"]):
+        runs = found["runs"]
+        ends = [end for _, end in runs[0]["places"]]
+        for part, style in (("report", "o-"), ("report_off", "--")):
+            if part in runs[0]:
+                by_place = [mean(run[part][i] for run in runs) for i in range(len(ends))]
+                label = found["model"] if part == "report" else None
+                axes.plot(ends, by_place, style, color=colour, markersize=3, label=label)
+    axes.axvline(ROW, color="black", linestyle=":", linewidth=0.8, label="a row of training")
+    axes.set(xscale="log", xlabel="place in the text (tokens)", ylabel="nats per token")
+    axes.set_title("held-out novels; dashed: memory never written")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def numbers(text: str) -> list[float]:
+    return [float(x) for x in text.split(",")]
+
+
+def main(argv: list[str] | None = None) -> list[dict]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, default=Path("runs/small"), help="what small_text.py has made")
+    parser.add_argument("--models", default="lmm,gdn,llama", help=f"some of {', '.join(FAMILIES)}")
+    parser.add_argument("--tokens", type=float, default=4e5, help="to train each on")
+    parser.add_argument("--lr", type=numbers, default=[1e-3, 2e-3, 4e-3], metavar="A,B", help="learning rates")
+    parser.add_argument("--start", type=numbers, default=[1.0], metavar="A,B", help="embeddings' start x sqrt(width)")
+    parser.add_argument("--seeds", type=lambda text: [int(x) for x in text.split(",")], default=[0], metavar="A,B")
+    parser.add_argument("--set", action="append", default=[], metavar="MODEL.FIELD=VALUE", help="of a configuration")
+    parser.add_argument("--evaluated", type=int, default=EVALUATED * ROW, help="tokens of a held-out text")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--record", type=Path, help="write <record>.json and <record>.png")
+    args = parser.parse_args(argv)
+    args.models, args.tokens = args.models.split(","), int(args.tokens)
+    unknown = [model for model in args.models if model not in FAMILIES]
+    if unknown:
+        parser.error(f"--models: there is no {unknown[0]!r}; choose from {', '.join(FAMILIES)}")
+    if args.tokens < ROW:
+        parser.error(f"--tokens must be {ROW} or more, a row of training")
+    if not (args.text / "novels.jsonl").is_file():
+        parser.error(f"--text: {args.text / 'novels.jsonl'} is not there; make it with scripts/train/small_text.py")
+    args.fields = read_fields(parser, args)
+
+    found = study(args)
+    rows = [row(one) for one in found]
+    print(show(rows))
+    if args.record:
+        about = {model: ABOUT[model] for model in args.models if model in ABOUT}
+        write_record(args.record, sizes=SIZES, row=ROW, about=about, table=rows, study=found)
+        draw(found, args.record.with_suffix(".png"))
+    return found
+
+
+def read_fields(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, str]:
+    """`--set lmm.memory_depth=1` as JSON per model; `titans.` stands for every variant among the models."""
+    fields: dict[str, dict] = defaultdict(dict)
+    for setting in args.set:
+        place, _, value = setting.partition("=")
+        model, _, field = place.partition(".")
+        named = [x for x in args.models if x == model or (model == "titans" and x in VARIANTS)]
+        if not named or not field or not value:
+            parser.error(f"--set: {setting!r} is not MODEL.FIELD=VALUE of a model of --models")
+        for one in named:
+            try:
+                fields[one][field] = json.loads(value)
+            except json.JSONDecodeError:
+                fields[one][field] = value
+    return {model: json.dumps(own, sort_keys=True) for model, own in fields.items()}
