@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from titans_hf import TitansCache, TitansConfig, TitansForCausalLM
 from titans_hf.cache_titans import identity
-from titans_hf.configuration_titans import NEITHER, READING, SHAPE
+from titans_hf.configuration_titans import BEFORE, NEITHER, READING, SHAPE
 
 
 @pytest.mark.parametrize("size, millions", [("170m", 170), ("340m", 340), ("400m", 400), ("760m", 760)])
@@ -41,6 +41,16 @@ BAD_FIELDS = [
     ("memory_max_surprise", dict(memory_max_surprise=0.0)),
     ("memory_theta_max", dict(memory_theta_max=0.0)),
     ("memory_forget_to", dict(memory_forget_to="end")),
+    ("memory_write", dict(memory_write="late")),
+    ("memory_step", dict(memory_step="long")),
+    ("memory_hidden_step", dict(memory_hidden_step=0.0)),
+    ("memory_combine", dict(memory_combine="product")),
+    ("memory_alpha_start", dict(memory_alpha_start=[0.3])),
+    ("memory_alpha_start", dict(memory_alpha_start=[0.3, 1.0])),
+    ("memory_theta_start", dict(memory_theta_start=0.0)),
+    ("memory_eta_start", dict(memory_eta_start=1.0)),
+    ("mixer_initializer_scale", dict(mixer_initializer_scale=0.0)),
+    ("embedding_initializer_range", dict(embedding_initializer_range=-0.1)),
     ("memory_implementation", dict(memory_implementation="triton", memory_forget_to="start")),
     ("memory_eta_max", dict(memory_eta_max=1.0)),
     ("memory_theta_max", dict(memory_theta_max=float("nan"))),
@@ -62,9 +72,11 @@ def test_rope_theta_is_taken_as_in_other_models():
 
 
 def test_the_bound_on_theta_follows_the_chunk_unless_it_is_set():
-    assert TitansConfig(memory_chunk_size=16).memory_theta_max == 1 / 64
+    printed = TitansConfig(memory_chunk_size=16, memory_write="chunk")
+    assert TitansConfig(memory_chunk_size=16).memory_theta_max == 0.5, "by delta, the whole value of a key"
+    assert printed.memory_theta_max == 1 / 64
     assert TitansConfig(memory_chunk_size=16, memory_theta_max=0.2).memory_theta_max == 0.2
-    assert TitansConfig.from_dict(TitansConfig(memory_chunk_size=16).to_dict()).memory_theta_max == 1 / 64
+    assert TitansConfig.from_dict(printed.to_dict()).memory_theta_max == 1 / 64
     with pytest.raises(ValueError, match="`memory_theta_max` must be positive, got None: leave it out"):
         TitansForCausalLM(TitansConfig.from_dict(TitansConfig().to_dict(), memory_theta_max=None))
 
@@ -83,6 +95,10 @@ ABLATIONS = [
     dict(memory_gates="chunk"),
     dict(memory_forget_to="start"),
     dict(memory_max_surprise=None),
+    dict(memory_write="chunk", memory_theta_max=0.5),
+    dict(memory_step="plain"),
+    dict(memory_hidden_step=1.0),
+    dict(memory_value_norm=False),
 ]
 
 
@@ -138,12 +154,35 @@ def test_a_fresh_model_starts_where_its_docstrings_say():
     memory = model.model.layers[0].mixer.memory
     assert (memory.write_gates.proj.weight == 0).all()
     theta, eta, alpha = memory.write_gates(torch.randn(1, 1, 14)).unbind(2)
-    assert torch.allclose(eta, torch.tensor(0.4995))
-    assert torch.allclose(theta / (1 - eta), torch.tensor(0.5 / 12)), "half of a quarter of 1 / chunk"
-    assert torch.allclose(alpha, torch.tensor(5e-4))
+    assert torch.allclose(eta, torch.tensor(0.0999))
+    assert torch.allclose(theta / (1 - eta), torch.tensor(0.25)), "half of what replaces a value"
+    assert torch.allclose(alpha, torch.tensor([0.3, (0.3 * 0.001) ** 0.5, 0.001])), "in equal ratios over the heads"
     first, last = memory.start.weights
-    assert 0.8 < first.std() * first.shape[-2] ** 0.5 < 1.2
+    assert 0.4 < first.std() < 0.6
     assert (last == 0).all()
+
+
+@pytest.mark.parametrize("width", [32, 96])
+def test_a_fresh_model_of_any_width_says_little_and_starts_with_its_tokens(width):
+    """Embeddings of length near 1 lead the residual stream; memory and attention enter it quietly."""
+    model = TitansForCausalLM(tiny_config("mag", hidden_size=width, num_attention_heads=4, head_dim=8, vocab_size=500))
+    embedding = model.model.embed_tokens.weight
+    assert 0.9 < embedding.norm(dim=-1).square().mean() < 1.1
+    mixer = model.model.layers[0].mixer
+    for proj in (mixer.memory.out_proj, mixer.attention.o_proj):
+        assert 0.0015 < proj.weight.std() < 0.0025
+
+
+def test_as_printed_is_one_argument_and_what_older_files_mean():
+    printed = TitansConfig.preset("titans-mag-170m", as_printed=True)
+    assert (printed.memory_write, printed.memory_step, printed.memory_max_surprise) == ("chunk", "plain", None)
+    assert printed.memory_theta_max == 1 / 256
+    assert TitansConfig.preset("titans-mag-170m", as_printed=True, memory_max_surprise=3.0).memory_max_surprise == 3.0
+    saved = TitansConfig(memory_theta_max=0.01, memory_write="chunk", memory_step="plain").to_dict()
+    for field in BEFORE:
+        del saved[field]
+    older = TitansConfig.from_dict(saved)
+    assert {field: getattr(older, field) for field in BEFORE} == BEFORE
 
 
 def test_a_fresh_mac_attends_to_itself_first():

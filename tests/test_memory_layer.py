@@ -58,7 +58,7 @@ def test_the_prologue_is_one_chunk_at_the_learned_start():
         *written.gates.unbind(2),
         memory.start(),
         chunk_size=5,
-        max_surprise=10.0,
+        rule=memory.rule,
         backend="recurrent",
     )
     for W, V in zip(carry.state.weights, expected.weights, strict=True):

@@ -100,10 +100,10 @@ def test_the_rule_as_printed_diverges_on_a_repeated_token_and_the_cap_prevents_i
     assert all(bool(x.isfinite().all()) is finite for x in state.current()[0])
 
 
-def surprise_at_one_token(eta: float, theta_max: float) -> torch.Tensor:
+def surprise_at_one_token(eta: float, theta_max: float, write: str = "chunk") -> torch.Tensor:
     """By token, of a linear memory that forgets nothing and takes the largest steps, without the cap."""
     linear = {"memory_depth": 1, "memory_forget": False, "memory_max_surprise": None, "memory_theta_max": theta_max}
-    model = tiny_model("lmm", memory_chunk_size=16, num_hidden_layers=1, **linear)
+    model = tiny_model("lmm", memory_chunk_size=16, num_hidden_layers=1, memory_write=write, **linear)
     gates = model.model.layers[0].mixer.memory.write_gates
     with torch.no_grad():
         gates.proj.weight.zero_()
@@ -121,6 +121,12 @@ def test_steps_of_one_over_the_chunk_do_not_overshoot_equal_keys(eta):
 def test_larger_steps_do():
     surprise = surprise_at_one_token(1e-9, 1.1 / 16)
     assert surprise[-1] > 1e6 * surprise[:16].max()
+
+
+def test_by_delta_the_largest_steps_do_not_and_leave_nothing_to_learn():
+    surprise = surprise_at_one_token(1e-9, 1 / 2, "delta")
+    assert surprise.max() < 1.01 * surprise[:16].max()
+    assert surprise[-1] < 1e-9
 
 
 @slow_but("mac", "lmm")
@@ -142,13 +148,14 @@ def test_ordinary_text_does_not_touch_the_cap(variant, monkeypatch):
 
     capped = []
 
-    class Counting(memory_chunks.Write):
+    class Counting(memory_chunks.DeltaWrite):
         def after(self, *state_and_gates):
             if self.scale[0].shape[1] == model.config.memory_chunk_size:  # not the prologue
-                capped.extend((scale < 1).flatten() for scale in self.scale)
+                sizes = zip(self.norms, self.step_scale, strict=True)
+                capped.extend((x * d * step > self.rule.max_surprise).flatten() for (x, d), step in sizes)
             return super().after(*state_and_gates)
 
-    monkeypatch.setattr(memory_chunks, "Write", Counting)
+    monkeypatch.setattr(memory_chunks, "DeltaWrite", Counting)
     with torch.no_grad():
         model.eval()(text[None, :4096], use_cache=False)
     assert torch.cat(capped).numel() == 4096 * 2 * 2 * 2, "tokens, heads, memory layers, blocks"

@@ -31,6 +31,11 @@ class TitansConfig(PreTrainedConfig):
         variant: "mac" (memory as context), "mag" (memory as gate), "mal" (memory as layer) or "lmm" (memory alone).
         segment_size: tokens of a MAC segment; a multiple of `memory_chunk_size`.
         sliding_window: tokens a MAG or MAL token attends to, itself included.
+        initializer_range: standard deviation of linear layers at the start.
+        embedding_initializer_range: the same of the embeddings; by default `1 / sqrt(hidden_size)`, so that the token
+            leads the residual stream and logits start near 1 at any width.
+        mixer_initializer_scale: how much smaller than `initializer_range` the projections start with which memory and
+            attention enter the residual stream.
         num_persistent_tokens: learned tokens per layer before every sequence; 0 is an ablation of Table 5.
         memory_num_heads: memory heads, each `head_dim` wide; by default as many as attention heads.
         memory_depth: layers of the memory MLP; 1 is the linear memory of Table 5.
@@ -39,12 +44,21 @@ class TitansConfig(PreTrainedConfig):
             was trained: do not change it afterwards.
         memory_max_surprise: cap on the norm of each token's gradient per memory layer; None is the paper as printed.
         memory_theta_max: upper end of `theta / (1 - eta)`, which at a steady eta is what a gradient moves the memory by
-            once momentum has spent it. By default `1 / (4 * memory_chunk_size)`, saved as a number: it does not follow
-            a chunk size that is changed later.
+            once momentum has spent it. By default 1/2 with `memory_write="delta"`, where that replaces the whole value
+            of a key, and else `1 / (4 * memory_chunk_size)`, saved as a number: it does not follow a chunk size that is
+            changed later.
         memory_eta_max: upper end of the momentum decay eta; the momentum sums at most `1 / (1 - memory_eta_max)` steps.
         memory_write: "chunk" takes all gradients of a chunk at its start (Eq. 16). "delta" takes each token's error in
-            the memory's last layer after the writes of the tokens before it, so that larger steps are stable; autograd
-            differentiates it, which is slower, and the kernels do not serve it.
+            the memory's last layer after the writes of the tokens before it, so that larger steps are stable.
+        memory_step: "plain", or "normalised": the gradient of a layer behind the first is divided by the squared norm
+            of the layer's input, where that exceeds 1, so that a step means the same at any width.
+        memory_hidden_step: the share of each step that the memory's hidden layers take; 1 is the paper as printed.
+        memory_value_norm: whether values, too, are normalised to length 1. Otherwise nothing holds their size.
+        memory_combine: how mac and mag join attention's output y and the memory's m, both normed: "gate_attention" is
+            `y * sigmoid(m)`, "gate_memory" is `m * sigmoid(y)`, and "add" is their sum without norms.
+        memory_theta_start, memory_eta_start: where the step size and the momentum decay start, as shares of their
+            maximum.
+        memory_alpha_start: where the forget gate starts in the first and in the last head; in between by equal ratios.
         memory_gates: "token" (gates per token) or "chunk" (gates of a chunk from its first token, Section 3.2).
         memory_momentum, memory_forget, memory_conv: switches for the ablations of Table 5.
         memory_forget_to: where the forget gate leads. "zero" is the paper as printed. "start" is the memory before a
@@ -99,10 +113,10 @@ class TitansConfig(PreTrainedConfig):
     memory_max_surprise: float | int | None = 10.0
     memory_theta_max: float | int | None = None
     memory_eta_max: float | int = 0.999
-    memory_write: str = "chunk"
-    memory_step: str = "plain"
-    memory_hidden_step: float | int = 1.0
-    memory_value_norm: bool = False
+    memory_write: str = "delta"
+    memory_step: str = "normalised"
+    memory_hidden_step: float | int = 0.1
+    memory_value_norm: bool = True
     memory_combine: str = "gate_attention"
     memory_theta_start: float | int = 0.5
     memory_eta_start: float | int = 0.1
@@ -140,7 +154,11 @@ class TitansConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
-        """As in transformers. `variant="fp16"`, given to `from_pretrained`, names a weight file: it is handed back."""
+        """As in transformers. `variant="fp16"`, given to `from_pretrained`, names a weight file: it is handed back.
+
+        A field that a saved configuration does not name is newer than its model, which computes as it did without it.
+        """
+        config_dict = {**BEFORE, **config_dict}
         weight_file = {}
         if "variant" in kwargs and kwargs["variant"] not in VARIANTS:
             weight_file["variant"] = kwargs.pop("variant")
@@ -160,14 +178,19 @@ class TitansConfig(PreTrainedConfig):
         """The name is ours, so transformers' list of known layer types does not apply."""
 
     @classmethod
-    def preset(cls, name: str, **overrides) -> "TitansConfig":
-        """The configuration named `titans-{mac,mag,mal,lmm}-{170m,340m,400m,760m}`, with any field overridden."""
+    def preset(cls, name: str, as_printed: bool = False, **overrides) -> "TitansConfig":
+        """The configuration named `titans-{mac,mag,mal,lmm}-{170m,340m,400m,760m}`, with any field overridden.
+
+        With `as_printed` the memory follows the paper's equations to the symbol: all gradients of a chunk at its start,
+        in every layer alike, without a cap, forgetting towards zero.
+        """
         if name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; the presets are {', '.join(PRESETS)}")
         _, variant, size = name.split("-")
         layers, intermediate_size = PRESET_STACKS[size]["lmm" if variant == "lmm" else "attention"]
         stack = {"num_hidden_layers": layers, "intermediate_size": intermediate_size}
-        return cls(**{"variant": variant, **PRESET_SIZES[size], **stack, **overrides})
+        printed = AS_PRINTED if as_printed else {}
+        return cls(**{"variant": variant, **PRESET_SIZES[size], **stack, **printed, **overrides})
 
     def check(self) -> None:
         """Raise a `ValueError` that names the first field that cannot work, and the fix."""
@@ -248,6 +271,17 @@ class TitansConfig(PreTrainedConfig):
                 "a momentum that never decays grows without bound"
             )
 
+
+# What the memory computes in models that were saved before these fields were: the paper's rule under a cap.
+BEFORE = {
+    "memory_write": "chunk",
+    "memory_step": "plain",
+    "memory_hidden_step": 1.0,
+    "memory_value_norm": False,
+    "memory_combine": "gate_attention",
+    "memory_forget_to": "zero",
+}
+AS_PRINTED = {**BEFORE, "memory_max_surprise": None}
 
 # Every field is in one of three groups. A cache filled, or a snapshot saved, under one value of a field of SHAPE or
 # READING cannot be read under another.

@@ -123,9 +123,11 @@ class WriteGates(nn.Module):
 class MemoryStart(nn.Module):
     """The learned weights `M_0` every sequence starts from, per head.
 
-    Hidden layers start as random features (standard deviation `1 / sqrt(in)`) and the last layer at zero: at first the
-    memory returns nothing but what was written, and recall is learned sooner. Only MAC reads `M_0` itself, in its first
-    segment, and a norm follows: its last layer starts at a tenth, because a norm of exact zeros has no direction.
+    Hidden layers start as random features and the last layer at zero: at first the memory returns nothing but what was
+    written, and recall is learned sooner. Keys have length 1, so the first layer starts with a standard deviation of
+    1/2 at any width: less, and SiLU is almost linear and what a hidden unit passes on is small. Only MAC reads `M_0`
+    itself, in its first segment, and a norm follows: its last layer starts at a tenth, because a norm of exact zeros
+    has no direction.
     """
 
     def __init__(self, config: TitansConfig):
@@ -143,8 +145,9 @@ class MemoryStart(nn.Module):
         return [getattr(self, f"W{layer}") for layer in range(self.depth)]
 
     def start_sizes(self, variant: str) -> list[float]:
-        """How large each layer starts, in units of `1 / sqrt(in)`."""
-        return [1.0] * (self.depth - 1) + [0.1 if variant == "mac" else 0.0]
+        """The standard deviation that each layer starts with."""
+        fan_in = [W.shape[-2] ** -0.5 for W in self.weights]
+        return [0.5, *fan_in[1:]][: self.depth - 1] + [0.1 * fan_in[-1] if variant == "mac" else 0.0]
 
     def forward(self) -> MemoryState:
         """The state of one row at the start: `M_0`, and no momentum."""

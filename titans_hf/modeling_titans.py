@@ -164,7 +164,7 @@ class TitansPreTrainedModel(PreTrainedModel):
             init.constant_(module.weight, self.config.hidden_size * self.config.initializer_range**2)
         elif isinstance(module, MemoryStart):
             for W, size in zip(module.weights, module.start_sizes(self.config.variant), strict=True):
-                init.normal_(W, std=size * W.shape[-2] ** -0.5)
+                init.normal_(W, std=size)
         elif isinstance(module, TitansDecoderLayer) and module.persistent is not None:
             init.normal_(module.persistent, std=self.config.initializer_range)
         else:
