@@ -93,7 +93,7 @@ ABLATIONS = [
     dict(memory_depth=1),
     dict(num_persistent_tokens=0),
     dict(memory_gates="chunk"),
-    dict(memory_forget_to="start"),
+    dict(memory_forget_to="zero"),
     dict(memory_max_surprise=None),
     dict(memory_write="chunk", memory_theta_max=0.5),
     dict(memory_step="plain"),
@@ -221,7 +221,7 @@ def test_every_field_says_what_a_cache_has_to_do_with_it():
     assert sorted(classified) == sorted(TitansConfig.__annotations__)
 
 
-@pytest.mark.parametrize("field, value", [("memory_forget_to", "start"), ("memory_gates", "chunk")])
+@pytest.mark.parametrize("field, value", [("memory_forget_to", "zero"), ("memory_gates", "chunk")])
 def test_a_cache_of_another_rule_is_refused_before_it_is_read(field, value):
     first, second = tiny_model("mag"), tiny_model("mag", **{field: value})
     cache = TitansCache(first.config)

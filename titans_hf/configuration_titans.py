@@ -124,7 +124,7 @@ class TitansConfig(PreTrainedConfig):
     memory_gates: str = "token"
     memory_momentum: bool = True
     memory_forget: bool = True
-    memory_forget_to: str = "zero"
+    memory_forget_to: str = "start"
     memory_conv: bool = True
     memory_conv_width: int = 4
     memory_implementation: str = "auto"

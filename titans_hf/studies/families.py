@@ -6,7 +6,6 @@ All have the width, depth and heads that they are built with; the feed-forward w
 from collections.abc import Callable
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from .. import TitansConfig, TitansForCausalLM
@@ -14,6 +13,7 @@ from ..configuration_titans import VARIANTS
 
 BASELINES = ("gdn", "llama", "sliding", "mamba2")
 FAMILIES = (*VARIANTS, *BASELINES)
+MIXER_OUTPUTS = ("o_proj.weight", "out_proj.weight")
 ABOUT = {
     "gdn": "gated delta net (Qwen3-Next's linear layers alone)",
     "llama": "Transformer with full attention (Llama)",
@@ -28,7 +28,8 @@ def build(family: str, sizes: dict, parameters: int, seed: int, **fields) -> Pre
     Args:
         sizes: vocab_size, hidden_size, num_hidden_layers, num_attention_heads, window.
         parameters: how many the model should have.
-        fields: of the family's configuration; `embedding_range`, for baselines, is where their embeddings start.
+        fields: of the family's configuration. Baselines take two more, which give them the start that Titans has by its
+            own fields: `embedding_range`, and `mixer_scale`, how much smaller the mixers' output projections start.
     """
     narrow, wide = (count(family, {**sizes, "intermediate_size": width}, fields) for width in (64, 128))
     per_width = (wide - narrow) / 64
@@ -46,10 +47,15 @@ def _model(family: str, sizes: dict, fields: dict) -> PreTrainedModel:
     if family in VARIANTS:
         return _titans(family, sizes, fields)
     fields = dict(fields)
-    embedding_range = fields.pop("embedding_range", None)
+    embedding_range, mixer_scale = fields.pop("embedding_range", None), fields.pop("mixer_scale", 1.0)
     model = _BUILDERS[family](sizes, fields)
-    if embedding_range is not None and not model.get_input_embeddings().weight.is_meta:
-        nn.init.normal_(model.get_input_embeddings().weight, std=embedding_range)
+    if model.device.type != "meta":
+        with torch.no_grad():
+            if embedding_range is not None:
+                model.get_input_embeddings().weight.normal_(std=embedding_range)
+            for name, parameter in model.named_parameters():
+                if name.endswith(MIXER_OUTPUTS):
+                    parameter.mul_(mixer_scale)
     return model
 
 

@@ -5,7 +5,8 @@
 
 Every model is trained with every learning rate and every start of the grid on the first seed. The setting with the
 lowest loss on the novels kept to choose by is trained with the other seeds too. What is reported is the loss on other
-novels, by place in the text, and for Titans the same with the memory never written. Each run is a JSON file in `--out`,
+novels, by place in the text, and for Titans the same with the memory never written. Baselines get the quiet start of
+Titans' mixers as well. Each run is a JSON file in `--out`,
 and a run that has its file is not done again; `--jobs` runs go on side by side, with one thread each.
 """
 
@@ -24,10 +25,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel, get_wsd_schedule
 
-from ..configuration_titans import VARIANTS
+from ..configuration_titans import VARIANTS, TitansConfig
 from ..records.files import plots, write_record, write_text
 from .families import ABOUT, FAMILIES, build
 from .places import places, token_losses
+from .settings import numbers, read_fields, show
 
 SIZES = {"vocab_size": 4096, "hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3, "window": 128}
 PARAMETERS = 3_400_000
@@ -58,9 +60,11 @@ class Run:
         return self.start * SIZES["hidden_size"] ** -0.5
 
     def build(self) -> PreTrainedModel:
-        field = "embedding_initializer_range" if self.model in VARIANTS else "embedding_range"
-        fields = {field: self.embedding_range, **json.loads(self.fields)}
-        return build(self.model, SIZES, PARAMETERS, self.seed, **fields)
+        if self.model in VARIANTS:
+            fields = {"embedding_initializer_range": self.embedding_range}
+        else:
+            fields = {"embedding_range": self.embedding_range, "mixer_scale": TitansConfig.mixer_initializer_scale}
+        return build(self.model, SIZES, PARAMETERS, self.seed, **fields, **json.loads(self.fields))
 
 
 def training_tokens(folder: Path, tokens: int) -> Tensor:
@@ -211,12 +215,6 @@ def row(found: dict) -> dict:
     }
 
 
-def show(rows: list[dict]) -> str:
-    cells = [list(rows[0]), *([("" if x is None else str(x)) for x in row.values()] for row in rows)]
-    widths = [max(map(len, column)) + 2 for column in zip(*cells, strict=True)]
-    return "\n".join("".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
-
-
 def draw(study: list[dict], path: Path) -> None:
     """Loss by place, with the memory's off control as a dashed line."""
     plt = plots()
@@ -238,10 +236,6 @@ def draw(study: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
-def numbers(text: str) -> list[float]:
-    return [float(x) for x in text.split(",")]
-
-
 def main(argv: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, default=Path("runs/small"), help="what small_text.py has made")
@@ -257,9 +251,6 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser.add_argument("--record", type=Path, help="write <record>.json and <record>.png")
     args = parser.parse_args(argv)
     args.models, args.tokens = args.models.split(","), int(args.tokens)
-    unknown = [model for model in args.models if model not in FAMILIES]
-    if unknown:
-        parser.error(f"--models: there is no {unknown[0]!r}; choose from {', '.join(FAMILIES)}")
     if args.tokens < ROW:
         parser.error(f"--tokens must be {ROW} or more, a row of training")
     if not (args.text / "novels.jsonl").is_file():
@@ -274,20 +265,3 @@ def main(argv: list[str] | None = None) -> list[dict]:
         write_record(args.record, sizes=SIZES, row=ROW, about=about, table=rows, study=found)
         draw(found, args.record.with_suffix(".png"))
     return found
-
-
-def read_fields(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, str]:
-    """`--set lmm.memory_depth=1` as JSON per model; `titans.` stands for every variant among the models."""
-    fields: dict[str, dict] = defaultdict(dict)
-    for setting in args.set:
-        place, _, value = setting.partition("=")
-        model, _, field = place.partition(".")
-        named = [x for x in args.models if x == model or (model == "titans" and x in VARIANTS)]
-        if not named or not field or not value:
-            parser.error(f"--set: {setting!r} is not MODEL.FIELD=VALUE of a model of --models")
-        for one in named:
-            try:
-                fields[one][field] = json.loads(value)
-            except json.JSONDecodeError:
-                fields[one][field] = value
-    return {model: json.dumps(own, sort_keys=True) for model, own in fields.items()}

@@ -1,0 +1,182 @@
+"""The studies of the memory, in a reduced form: each measures what it says, and finds its runs again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support import random_ids, tiny_model
+
+pytest.importorskip("tqdm", reason="tqdm is not installed (pip install titans-hf[dev])")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install titans-hf[viz])")
+
+from titans_hf.studies import learning, mqar, probe  # noqa: E402
+from titans_hf.studies.families import FAMILIES, build  # noqa: E402
+from titans_hf.studies.places import places, token_losses  # noqa: E402
+from titans_hf.train.corpus import train_tokenizer  # noqa: E402
+
+SIZES = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "window": 16}
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "mamba2"])
+def test_models_of_all_families_have_the_asked_size_and_learn(family):
+    model = build(family, SIZES, parameters=150_000, seed=0)
+    assert abs(model.num_parameters() / 150_000 - 1) < 0.03
+    ids = random_ids(2, 23) % 61
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert loss.isfinite()
+    again = build(family, SIZES, parameters=150_000, seed=0)
+    assert all(map(torch.equal, model.parameters(), again.parameters())), "the seed decides the start"
+
+
+def test_places_double_and_cover_the_text():
+    assert places(1000) == [(0, 128), (128, 256), (256, 512), (512, 1000)]
+    assert places(100) == [(0, 100)]
+
+
+def test_token_losses_are_the_model_s_own():
+    model, ids = tiny_model("mag", torch.float32), random_ids(1, 41)
+    with torch.no_grad():
+        expected = model(ids, labels=ids).loss
+    found = token_losses(model, ids[0], piece=7)
+    assert found.shape == (40,)
+    assert found.mean().item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_alike_keys_and_common_answers_are_seen():
+    same = torch.nn.functional.normalize(torch.ones(2, 9, 5), dim=-1)
+    different = torch.eye(5).expand(2, 5, 5)
+    assert probe.key_likeness(same) == pytest.approx((1.0, 1.0))
+    assert probe.key_likeness(different) == pytest.approx((0.0, 0.2))
+    assert probe.common_share(same) == pytest.approx(1.0)
+    assert probe.common_share(different) == pytest.approx(0.2)
+    answers = torch.ones(3, 4, 5)
+    answers[1] *= 1e-7
+    assert probe.dead_heads(answers, torch.ones(3, 4, 5)) == 1
+
+
+def test_a_memory_that_writes_whole_values_is_not_surprised_the_second_time():
+    """A linear memory by delta that forgets nothing, wide enough for the text, against one that hardly writes."""
+    found = {}
+    for share in (1 - 1e-6, 1e-6):
+        linear = {"memory_depth": 1, "memory_momentum": False, "memory_forget": False, "memory_conv": False}
+        model = tiny_model("lmm", num_hidden_layers=1, head_dim=24, num_persistent_tokens=0, **linear)
+        gates = model.model.layers[0].mixer.memory.write_gates
+        with torch.no_grad():
+            gates.proj.weight.zero_()
+            gates.proj.bias.fill_(torch.tensor(share, dtype=torch.float64).logit())
+        found[share] = probe.probe(model, torch.arange(1, 20))
+    kept, lost = found.values()
+    assert kept.second_over_first < 0.5
+    assert lost.second_over_first > 0.9
+    assert kept.layers[0].dead_heads == 0
+    assert len(kept.surprise) == 2 * 19
+    assert "second pass" in probe.in_words(kept)
+
+
+def test_a_text_that_is_too_short_to_probe_is_refused():
+    with pytest.raises(ValueError, match="probe with 16 or more"):
+        probe.probe(tiny_model("lmm"), torch.arange(9))
+
+
+@pytest.fixture(scope="module")
+def small_text(tmp_path_factory) -> Path:
+    """What small_text.py makes, of a few hundred sentences."""
+    folder = tmp_path_factory.mktemp("text")
+    texts = [f"It was night {i}, and the rain fell on the town of {chr(65 + i % 26)}. " * 30 for i in range(60)]
+    train_tokenizer(texts, 300).save_pretrained(folder / "tokenizer")
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    novels = [{"title": part, "part": part, "text": " ".join(texts[:9])} for part in ("choose", "report")]
+    (folder / "novels.jsonl").write_text("".join(json.dumps(novel) + "\n" for novel in novels))
+    return folder
+
+
+def test_learning_chooses_on_other_text_than_it_reports_and_finds_its_runs_again(small_text, tmp_path, monkeypatch):
+    monkeypatch.setattr(learning, "SIZES", {**SIZES, "vocab_size": 300})
+    monkeypatch.setattr(learning, "PARAMETERS", 150_000)
+    monkeypatch.setattr(learning, "perform_all", in_this_process(learning))
+    command = ["--text", str(small_text), "--models", "lmm,llama", "--tokens", "2048", "--lr", "1e-3,3e-3"]
+    command += ["--seeds", "0,1", "--evaluated", "300", "--out", str(tmp_path / "runs"), "--set", "lmm.memory_depth=1"]
+    record = tmp_path / "learning"
+    found = learning.main([*command, "--record", str(record)])
+    assert [one["model"] for one in found] == ["lmm", "llama"]
+    lmm, llama = found
+    assert len(lmm["grid"]) == 2
+    assert [run["seed"] for run in lmm["runs"]] == [0, 1]
+    assert lmm["settings"]["lr"] == min(lmm["grid"], key=lambda point: point["choose"])["lr"]
+    assert "report_off" in lmm["runs"][0]
+    assert "report_off" not in llama["runs"][0]
+    assert json.loads(lmm["settings"]["fields"]) == {"memory_depth": 1}
+    written = json.loads(record.with_suffix(".json").read_text())
+    assert {row["model"]: row["seeds"] for row in written["table"]} == {"lmm": 2, "llama": 2}
+    assert record.with_suffix(".png").stat().st_size > 10_000
+    monkeypatch.setattr(learning, "train", None)  # a second time nothing is trained
+    assert learning.main(command) == found
+
+
+def in_this_process(study):
+    """`perform_all` without processes of its own, which would import everything once more."""
+
+    def perform_all(runs, args):
+        args.out.mkdir(parents=True, exist_ok=True)
+        threads = torch.get_num_threads()
+        for run in runs:
+            if not (args.out / f"{run.name}.json").exists():
+                study.perform(run, args.text, args.out, args.evaluated)
+        torch.set_num_threads(threads)
+        return [json.loads((args.out / f"{run.name}.json").read_text()) for run in runs]
+
+    return perform_all
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--models", "lmm,gpt"], "there is no 'gpt'"),
+        (["--set", "gdn"], "is not MODEL.FIELD=VALUE"),
+        (["--text", "nowhere"], "make it with scripts/train/small_text.py"),
+    ],
+)
+def test_learning_refuses_what_it_cannot_do(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        learning.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_mqar_asks_every_pair_once_and_the_answer_follows_no_key():
+    """The wanted value stands only beside its key at the front: the place that is asked does not show it."""
+    ids, labels = mqar.sample(5, 64, 7, torch.Generator().manual_seed(0))
+    asked = labels >= 0
+    assert (asked.sum(1) == 7).all()
+    for row in range(5):
+        pairs = dict(ids[row, :14].view(7, 2).tolist())
+        assert len(pairs) == 7
+        assert {key.item(): value.item() for key, value in zip(ids[row][asked[row]], labels[row][asked[row]])} == pairs
+    assert not asked[:, :14].any()
+    with pytest.raises(ValueError, match="no room for 20 pairs"):
+        mqar.sample(1, 64, 20, torch.Generator())
+
+
+def test_mqar_state_bytes_are_those_of_the_cache():
+    run = mqar.Run("lmm", 64, 1, 1e-3, 0)
+    model = run.build()
+    expected = 2 * 2 * sum(W.numel() for W in model.model.layers[0].mixer.memory.start.weights) * 4
+    assert mqar.state_bytes(model) == expected, "two layers, weights and momentum, four bytes"
+    assert mqar.state_bytes(mqar.Run("gdn", 64, 1, 1e-3, 0).build()) == 2 * 64 * 64 * 4
+    assert mqar.state_bytes(mqar.Run("llama", 64, 1, 1e-3, 0).build()) is None
+
+
+def test_mqar_writes_a_record_of_every_point(tmp_path, monkeypatch):
+    monkeypatch.setattr(mqar, "VOCABULARY", 64)
+    monkeypatch.setattr(mqar, "BATCH_TOKENS", 64)
+    monkeypatch.setattr(mqar, "TRAINED", ((32, 3), (48, 5)))
+    monkeypatch.setattr(mqar, "TESTED", ((32, 3), (48, 5), (64, 8)))
+    run = mqar.Run("lmm", 64, 3, 1e-3, 0)
+    threads = torch.get_num_threads()
+    mqar.perform(run, tmp_path)
+    torch.set_num_threads(threads)
+    command = ["--models", "lmm", "--steps", "3", "--lr", "1e-3", "--out", str(tmp_path)]
+    (found,) = mqar.main([*command, "--record", str(tmp_path / "mqar")])
+    assert list(found["accuracy"]) == ["32/3", "48/5", "64/8"]
+    assert (tmp_path / "mqar.png").stat().st_size > 10_000
