@@ -263,8 +263,11 @@ def test_generate_keeps_a_log_only_where_something_may_be_cropped(variant, monke
 
 
 def test_the_cache_of_a_preset_stays_within_its_bytes():
-    """titans-mac-340m, 16 layers. The keys and values of a segment and its retrieved tokens are the largest part."""
-    expected = {torch.float32: (147, 278), torch.bfloat16: (110, 225)}
+    """titans-mac-340m, 16 layers. The keys and values of a segment and its retrieved tokens are the largest part.
+
+    Of it, 16 MiB are the memory's start, which forgetting leads to.
+    """
+    expected = {torch.float32: (163, 310), torch.bfloat16: (126, 257)}
     for dtype, sizes in expected.items():
         config = TitansConfig.preset("titans-mac-340m", num_hidden_layers=2, memory_implementation="torch")
         with torch.device("meta"):

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from titans_hf import TitansCache, TitansConfig, TitansForCausalLM, TitansModel, memory_ops
 from titans_hf.cli.app import app
+from titans_hf.configuration_titans import BEFORE
 from titans_hf.hub.describe import TORCH, TRITON
 from titans_hf.memory_rule import rule_of
 from titans_hf.snapshots import read_note
@@ -152,13 +153,13 @@ def test_a_preset_is_described_in_a_second_and_without_making_it():
 @pytest.mark.parametrize(
     "fields, here, there, why",
     [
-        ({}, TORCH, TRITON, "they serve this memory"),
-        ({"head_dim": 40}, TORCH, TORCH, "head width of 40"),
-        ({"memory_depth": 3}, TORCH, TORCH, "memory of 3 layers"),
-        ({"memory_forget_to": "start"}, TORCH, TORCH, "the kernels forget towards zero"),
-        ({"memory_write": "delta"}, TORCH, TORCH, "the kernels take gradients at the start of a chunk"),
+        (BEFORE, TORCH, TRITON, "they serve this memory"),
+        ({**BEFORE, "head_dim": 40}, TORCH, TORCH, "head width of 40"),
+        ({**BEFORE, "memory_depth": 3}, TORCH, TORCH, "memory of 3 layers"),
+        ({}, TORCH, TORCH, "the kernels forget towards zero"),
+        ({"memory_forget_to": "zero"}, TORCH, TORCH, "the kernels take gradients at the start of a chunk"),
         ({"memory_implementation": "torch"}, TORCH, TORCH, "memory_implementation='torch'"),
-        ({"memory_implementation": "triton", "head_dim": 40}, "none", "none", "head width of 40"),
+        ({**BEFORE, "memory_implementation": "triton", "head_dim": 40}, "none", "none", "head width of 40"),
     ],
 )
 def test_info_names_the_kernels_that_would_run_and_why(tmp_path, fields, here, there, why):
@@ -180,10 +181,11 @@ def test_info_names_the_kernels_that_would_run_and_why(tmp_path, fields, here, t
         assert memory_ops.choose_form(*asked) is memory_ops.TORCH
 
 
-def test_info_says_what_is_missing_for_the_kernels(home, monkeypatch):
+def test_info_says_what_is_missing_for_the_kernels(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "titans_kernels", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    kernels = json.loads(run("info", "titans-mag-170m", "--json").stdout)["kernels"]
+    TitansConfig(hidden_size=64, num_attention_heads=1, num_hidden_layers=1, **BEFORE).save_pretrained(tmp_path)
+    kernels = json.loads(run("info", tmp_path, "--json").stdout)["kernels"]
     assert kernels["here"] == TORCH
     assert "pip install 'titans-hf[kernels]'" in kernels["why"]
 

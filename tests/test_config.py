@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from titans_hf import TitansCache, TitansConfig, TitansForCausalLM
 from titans_hf.cache_titans import identity
-from titans_hf.configuration_titans import BEFORE, NEITHER, READING, SHAPE
+from titans_hf.configuration_titans import BEFORE, MEMORY_COMBINES, NEITHER, READING, SHAPE
 
 
 @pytest.mark.parametrize("size, millions", [("170m", 170), ("340m", 340), ("400m", 400), ("760m", 760)])
@@ -116,6 +116,20 @@ def test_every_ablation_is_a_switch_that_changes_the_model(variant, switch):
         assert not torch.allclose(ablated(ids).logits, default(ids).logits)
     name, value = next(iter(switch.items()))
     assert getattr(TitansConfig.from_dict(ablated.config.to_dict()), name) == value
+
+
+@pytest.mark.parametrize("variant", ["mac", "mag"])
+def test_every_way_to_join_memory_and_attention_is_another_model_and_needs_both(variant):
+    ids, found = random_ids(2, 25), {}
+    for combine in MEMORY_COMBINES:
+        model = tiny_model(variant, memory_combine=combine)
+        with torch.no_grad():
+            found[combine] = model(ids).logits
+            for mixer in (layer.mixer for layer in model.model.layers):
+                mixer.attention.o_proj.weight.zero_()
+            assert not torch.allclose(model(ids).logits, found[combine])
+    first, *others = found.values()
+    assert not any(torch.allclose(first, other) for other in others)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

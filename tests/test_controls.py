@@ -155,7 +155,7 @@ def test_what_has_no_memory_cannot_have_it_switched_off(baseline, tmp_path):
 
 
 def test_losses_by_place_are_the_models_own(tmp_path, capsys):
-    save_chat_model(tmp_path / "tiny", "lmm", memory_chunk_size=4)
+    save_chat_model(tmp_path / "tiny", "lmm", memory_chunk_size=4, num_persistent_tokens=0)
     (tmp_path / "wikitext2").mkdir()
     articles = " = One = \n \n " + "Some words , and more . " * 30 + "\n = Two = \n \n Short . \n"
     (tmp_path / "wikitext2" / "wiki.test.raw").write_text(articles)
@@ -170,16 +170,16 @@ def test_losses_by_place_are_the_models_own(tmp_path, capsys):
         logits = model.eval()(ids[:, :-1], memory_read_only=True).logits[0]
     whole = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
     assert printed[3].split()[1:] == [f"{whole[a:b].mean():.3f}" for a, b in ((0, 128), (128, 256), (256, 300))]
-    record = ["--forget-to", "start", "--record", str(tmp_path / "places")]
+    record = ["--forget-to", "zero", "--record", str(tmp_path / "places")]
     by_place.main([str(tmp_path / "tiny"), "--data", str(tmp_path), "--tokens", "300", *record])
     found = json.loads((tmp_path / "places.json").read_text())
     assert found["places"] == [[0, 128], [128, 256], [256, 300]]
-    towards_start = capsys.readouterr().out.splitlines()
+    towards_zero = capsys.readouterr().out.splitlines()
     assert (
         [f"{mean:.3f}" for mean in found["nats_per_token"]["on"]]
-        == towards_start[2].split()[1:]
+        == towards_zero[2].split()[1:]
         != printed[2].split()[1:]
     )
-    assert towards_start[3] == printed[3]  # a memory that is never written forgets nothing
+    assert towards_zero[3] == printed[3]  # a memory that is never written forgets nothing
     with pytest.raises(ValueError, match="no article has 9,000 tokens: lower --tokens"):
         by_place.read_texts(tmp_path, tokenizer, 9000)

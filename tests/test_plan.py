@@ -51,10 +51,10 @@ def counted(config: PreTrainedConfig, dtype: torch.dtype, rows: int = 2, length:
 
 
 @every_variant
-@pytest.mark.parametrize("depth, expansion", [(1, 1), (3, 2)])
-def test_the_flops_are_those_that_torch_counts(variant, depth, expansion):
-    """To the last one: products, memory and attention, forward and backward."""
-    config = small_config(variant, memory_depth=depth, memory_expansion=expansion)
+@pytest.mark.parametrize("depth, expansion, write", [(1, 1, "delta"), (3, 2, "delta"), (2, 2, "chunk")])
+def test_the_flops_are_those_that_torch_counts(variant, depth, expansion, write):
+    """To the last one, but for the triangular solve: products, memory and attention, forward and backward."""
+    config = small_config(variant, memory_depth=depth, memory_expansion=expansion, memory_write=write)
     assert plan.training_flops(plan.empty_model(config), LENGTH).total == counted(config, torch.bfloat16)
 
 

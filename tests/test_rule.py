@@ -148,7 +148,7 @@ def test_a_model_written_by_delta_reads_in_pieces_with_padding_and_is_cropped_li
             model(token, past_key_values=cache)
         cache.crop(-7)
         rest = model(ids[:, 14:], past_key_values=cache).logits
-        plain = tiny_model(variant, memory_theta_max=0.5)(ids[:1, 5:], use_cache=False).logits
+        plain = tiny_model(variant, memory_write="chunk", memory_theta_max=0.5)(ids[:1, 5:], use_cache=False).logits
     assert_close(whole[:1, 5:], alone, 1e-9)
     assert_close(rest, whole[:, 14:], 1e-9)
     assert (plain - alone).abs().max() > 1e-3

@@ -54,8 +54,8 @@ class TitansConfig(PreTrainedConfig):
             of the layer's input, where that exceeds 1, so that a step means the same at any width.
         memory_hidden_step: the share of each step that the memory's hidden layers take; 1 is the paper as printed.
         memory_value_norm: whether values, too, are normalised to length 1. Otherwise nothing holds their size.
-        memory_combine: how mac and mag join attention's output y and the memory's m, both normed: "gate_attention" is
-            `y * sigmoid(m)`, "gate_memory" is `m * sigmoid(y)`, and "add" is their sum without norms.
+        memory_combine: how mac and mag join attention's output y and the memory's m, both normed: "gate_memory" is
+            `m * sigmoid(y)`, "gate_attention" is `y * sigmoid(m)`, and "add" is their sum without norms.
         memory_theta_start, memory_eta_start: where the step size and the momentum decay start, as shares of their
             maximum.
         memory_alpha_start: where the forget gate starts in the first and in the last head; in between by equal ratios.
@@ -117,7 +117,7 @@ class TitansConfig(PreTrainedConfig):
     memory_step: str = "normalised"
     memory_hidden_step: float | int = 0.1
     memory_value_norm: bool = True
-    memory_combine: str = "gate_attention"
+    memory_combine: str = "gate_memory"
     memory_theta_start: float | int = 0.5
     memory_eta_start: float | int = 0.1
     memory_alpha_start: list[float] | None = None

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .fast_paths import without_values
 from .memory_parts import Gates, Updates, Write, joined
 from .memory_rule import Rule
 
@@ -65,7 +66,7 @@ class DeltaWrite(Write):
         self.system = 2 * self.share * (scale.mT if isinstance(scale, Tensor) else scale)
         D = torch.linalg.solve_triangular(self.system, known, upper=False, unitriangular=True)
         self.G, self.acted = D * scale, False
-        if self.rule.max_surprise is not None:
+        if self.rule.max_surprise is not None and not without_values(x):
             sizes = self.G.square().sum(-1, keepdim=True) * squared
             self.acted = bool((sizes > self.rule.max_surprise**2).any())
         return self._token_by_token(known, squared) if self.acted else D
