@@ -6,6 +6,7 @@ Uninitialised memory is NaN in all of these tests.
 import inspect
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titans_hf import MemoryState, memory_ops, neural_memory
+from titans_hf.memory_rule import Rule
 
 kernels = pytest.importorskip("titans_kernels", reason="triton is not installed (pip install titans-hf[kernels])")
 from titans_kernels import served  # noqa: E402
@@ -36,6 +38,11 @@ MORE_SHAPES = [
     *((2, 32, 2, 16, 2, 0.7, ragged) for ragged in (False, True)),
     *((2, 64, 2, 64, 1, None, ragged) for ragged in (False, True)),
 ]
+RULES = {  # what a rule's fields do to the gradients of two layers: before the cap, and where it acts
+    "normalised": dict(max_surprise=None, normalised=True),
+    "a share for the hidden layer": dict(max_surprise=3.0, hidden_step=0.3),
+    "both": dict(max_surprise=1.5, normalised=True, hidden_step=0.3),
+}
 GATES = {"no momentum": {"eta": 0.0}, "no forgetting": {"alpha": 0.0}}
 
 
@@ -89,6 +96,23 @@ def test_whole_chunks_equal_the_torch_form(shape):
     *sizes, N, cap, ragged = shape
     inputs = (*chunked_inputs(*sizes, N), torch.tensor([N, N - 1]) if ragged else None, cap)
     mine, theirs = (outputs_and_gradients(form.scan_chunks, *inputs) for form in (kernels, memory_ops))
+    assert_all_close(mine, theirs, 2e-6)
+
+
+def inputs_of_either_norm(*sizes, **gates):
+    """`chunked_inputs` whose hidden layer has norms below and above 1, which `normalised` tells apart."""
+    weights, momentum, (q, k, *rest) = chunked_inputs(*sizes, **gates)
+    norms = torch.linspace(0.2, 3, k[..., 0].numel()).view(k.shape[:-1])
+    return weights, momentum, [q, k * norms[..., None], *rest]
+
+
+@pytest.mark.parametrize("fields", [*(pytest.param(x, marks=slow) for x in [*RULES.values()][:-1]), RULES["both"]])
+def test_a_rule_s_fields_change_the_gradients_as_in_the_torch_form(fields):
+    cap, fields = fields["max_surprise"], {name: x for name, x in fields.items() if name != "max_surprise"}
+    inputs = (*inputs_of_either_norm(2, 16, 1, 16, 2), None, cap)
+    mine, theirs = (
+        outputs_and_gradients(partial(form.scan_chunks, **fields), *inputs) for form in (kernels, memory_ops)
+    )
     assert_all_close(mine, theirs, 2e-6)
 
 
@@ -162,9 +186,16 @@ def test_any_length_from_any_state_equals_the_torch_backend(tokens_read_before):
 
 
 @pytest.mark.parametrize(
-    "depth, cap", [(1, None), (2, 0.8), pytest.param(1, 0.8, marks=slow), pytest.param(2, None, marks=slow)]
+    "depth, rule",
+    [
+        (1, Rule()),
+        (2, Rule(0.8, normalised=True, hidden_step=0.3)),
+        pytest.param(1, Rule(0.8), marks=slow),
+        pytest.param(2, Rule(), marks=slow),
+    ],
+    ids=str,
 )
-def test_decoding_token_by_token_equals_the_torch_backend(depth, cap):
+def test_decoding_token_by_token_equals_the_torch_backend(depth, rule):
     """Across a chunk boundary, which the rows reach at different steps: one row skips some."""
     tokens, start = memory_inputs(B=2, T=23, H=2, D=16, depth=depth, dtype=torch.float32)
     outputs, states = [], []
@@ -176,7 +207,7 @@ def test_decoding_token_by_token_equals_the_torch_backend(depth, cap):
                 *(x[:, t : t + 1] for x in tokens),
                 state,
                 chunk_size=16,
-                max_surprise=cap,
+                rule=rule,
                 backend=backend,
                 lengths=lengths,
             )
@@ -243,19 +274,20 @@ def test_the_operators_pass_torch_s_own_checks(depth):
     chunks = torch.tensor([1, 0], dtype=torch.int32)
     for x in (*weights, *momentum, *tokens):
         x.requires_grad_()
-    arguments = (weights, momentum, *tokens, chunks, 10.0, True)
+    rule = (10.0, True, 0.5)
+    arguments = (weights, momentum, *tokens, chunks, *rule, True)
     torch.library.opcheck(torch.ops.titans.scan_chunks.default, arguments)
     with torch.no_grad():
         y, *states = torch.ops.titans.scan_chunks(*arguments)
         ends, checkpoints = states[: 2 * depth], states[2 * depth :]
         gradients = (torch.ones_like(y), [torch.ones_like(x) for x in ends], checkpoints)
-        arguments = (*gradients, *(x.detach() for x in tokens), chunks, 10.0)
+        arguments = (*gradients, *(x.detach() for x in tokens), chunks, *rule)
     torch.library.opcheck(torch.ops.titans.scan_chunks_backward.default, arguments)
     _, state = memory_inputs(B=1, H=2, D=16, depth=depth, dtype=torch.float32)
     state = state.opened(16)
     q, gate = torch.randn(1, 2, 1, 16), torch.rand(1, 2, 1)
     parts = map(list, (state.weights, state.momentum, state.inputs, state.errors))
-    arguments = (*parts, *state.gates, state.length, q, q, q, gate, gate, gate, torch.ones(1, dtype=torch.long), 10.0)
+    arguments = (*parts, *state.gates, state.length, q, q, q, gate, gate, gate, torch.ones(1, dtype=torch.long), *rule)
     torch.library.opcheck(torch.ops.titans.extend_chunk.default, arguments)
 
 

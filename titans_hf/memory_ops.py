@@ -93,14 +93,45 @@ def extend(rule: Rule, state: MemoryState, tokens, counts: Tensor | None = None)
     return y, state
 
 
-def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | None, max_surprise: float | None):
-    """`scan` as the Triton kernels compute it: the plain `Rule`, forgetting towards zero."""
-    return scan(Rule(max_surprise), weights, momentum, None, (q, k, v, theta, eta, alpha), chunks)
+def scan_chunks(
+    weights,
+    momentum,
+    q,
+    k,
+    v,
+    theta,
+    eta,
+    alpha,
+    chunks: Tensor | None,
+    max_surprise: float | None,
+    normalised: bool = False,
+    hidden_step: float = 1.0,
+):
+    """`scan` as the Triton kernels compute it: a rule given by its fields, forgetting towards zero."""
+    rule = Rule(max_surprise, normalised, hidden_step)
+    return scan(rule, weights, momentum, None, (q, k, v, theta, eta, alpha), chunks)
 
 
-def extend_chunk(state, q, k, v, theta, eta, alpha, counts: Tensor | None, max_surprise: float | None):
-    """`extend` as the Triton kernels compute it: the plain `Rule`, forgetting towards zero."""
-    return extend(Rule(max_surprise), state, (q, k, v, theta, eta, alpha), counts)
+def extend_chunk(
+    state,
+    q,
+    k,
+    v,
+    theta,
+    eta,
+    alpha,
+    counts: Tensor | None,
+    max_surprise: float | None,
+    normalised: bool = False,
+    hidden_step: float = 1.0,
+):
+    """`extend` as the Triton kernels compute it: a rule given by its fields, forgetting towards zero."""
+    return extend(Rule(max_surprise, normalised, hidden_step), state, (q, k, v, theta, eta, alpha), counts)
+
+
+def _fields(rule: Rule) -> tuple:
+    """A rule's fields, in the order of the arguments of `scan_chunks` and `extend_chunk`."""
+    return rule.max_surprise, rule.normalised, rule.hidden_step
 
 
 class Form(NamedTuple):
@@ -129,7 +160,7 @@ def kernel_refusal(rule: Rule, state: MemoryState, q: Tensor, chunk_size: int) -
     """Why the Triton kernels cannot serve a memory, and the fix; None if they can."""
     if state.start is not None:
         return "forgets towards zero: take 'auto' where `state.start` is given"
-    if rule != Rule(rule.max_surprise):
+    if type(rule) is not Rule:
         return f"does not serve {rule}: use 'auto' or 'torch'"
     kernels = _kernels()
     if kernels is None:
@@ -153,7 +184,7 @@ def _kernels_pass(state: MemoryState, q: Tensor, chunk_size: int) -> bool:
 
 
 def _kernel_scan(rule: Rule, weights, momentum, _start: None, tokens, chunks: Tensor | None):
-    return _kernels().scan_chunks(weights, momentum, *tokens, chunks, rule.max_surprise)
+    return _kernels().scan_chunks(weights, momentum, *tokens, chunks, *_fields(rule))
 
 
 def _kernel_extend(rule: Rule, state: MemoryState, tokens, counts: Tensor | None):
@@ -162,7 +193,7 @@ def _kernel_extend(rule: Rule, state: MemoryState, tokens, counts: Tensor | None
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*state.tensors(), *tokens))
     if tokens[0].shape[2] > 1 or trained:
         return extend(rule, state, tokens, counts)
-    return _kernels().extend_chunk(state, *tokens, counts, rule.max_surprise)
+    return _kernels().extend_chunk(state, *tokens, counts, *_fields(rule))
 
 
 def _read_chunkwise(rule: Rule, tokens, state: MemoryState, lengths: Tensor | None, chunk_size: int, form: Form):

@@ -9,7 +9,7 @@ Axis letters as in `forward.py`; slots are the C tokens of the open chunk. All t
 import triton
 import triton.language as tl
 
-from .tiles import cap, kernel, load_tile, rolled, silu, silu_slope, store_tile
+from .tiles import kernel, load_tile, rolled, scale_of, silu, silu_slope, store_tile
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _next_state(
 def token_kernel(
     q, k, v, new_theta, new_eta, new_alpha, counts, length, theta, eta, alpha, W1, S1, W2, S2, x1, x2, error1, error2,
     y, next_length, next_theta, next_eta, next_alpha, next_W1, next_S1, next_W2, next_S2,
-    next_x1, next_x2, next_error1, next_error2, fresh, max_surprise,
+    next_x1, next_x2, next_error1, next_error2, fresh, max_surprise, hidden_step, normalised,
     H, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -106,11 +106,11 @@ def token_kernel(
             error_squared += tl.sum(E * E)
             tl.store(fresh_error + f, E)
         tl.debug_barrier()  # each barrier here: the next step reads what other threads stored
-        capped = cap(k_squared, error_squared, max_surprise)
+        scale = scale_of(k_squared, error_squared, 1.0, False, max_surprise)
         for start in range(0, rolled(F), BF):
             f = start + tl.arange(0, BF)
             E = _next_factors(
-                error1 + here * F, next_error1 + here * F, capped * tl.load(fresh_error + f), i, f, written, F
+                error1 + here * F, next_error1 + here * F, scale * tl.load(fresh_error + f), i, f, written, F
             )
             Z = M_of_M * tl.sum(Q[:, None] * load_tile(W1 + state, d, f, F, 1), axis=0)
             Z += M_of_S * tl.sum(Q[:, None] * load_tile(S1 + state, d, f, F, 1), axis=0)
@@ -135,12 +135,12 @@ def token_kernel(
             tl.debug_barrier()
             tl.store(fresh_error + f, E)
         tl.debug_barrier()
-        capped = cap(k_squared, error_squared, max_surprise)
+        scale = scale_of(k_squared, error_squared, hidden_step, False, max_surprise)
         Y, overlap = tl.zeros((D,), tl.float32), tl.zeros((C,), tl.float32)
         for start in range(0, rolled(F), BF):
             f = start + tl.arange(0, BF)
             E = _next_factors(
-                error1 + here * F, next_error1 + here * F, capped * tl.load(fresh_error + f), i, f, written, F
+                error1 + here * F, next_error1 + here * F, scale * tl.load(fresh_error + f), i, f, written, F
             )
             Z = M_of_M * tl.sum(Q[:, None] * load_tile(W1 + state, d, f, F, 1), axis=0)
             Z += M_of_S * tl.sum(Q[:, None] * load_tile(S1 + state, d, f, F, 1), axis=0)
@@ -149,7 +149,7 @@ def token_kernel(
             overlap += tl.sum(A * X[None, :], axis=1)
             Y += M_of_M * tl.sum(X[:, None] * load_tile(W2 + state, f, d, D, 1), axis=0)
             Y += M_of_S * tl.sum(X[:, None] * load_tile(S2 + state, f, d, D, 1), axis=0)
-        E2 *= cap(hidden_squared, tl.sum(E2 * E2), max_surprise)
+        E2 *= scale_of(hidden_squared, tl.sum(E2 * E2), 1.0, normalised != 0, max_surprise)
         errors = _next_factors(error2 + here * D, next_error2 + here * D, E2, i, d, written, D)
         Y -= tl.sum((to_M * overlap)[:, None] * errors, axis=0)
         tl.store(y + row * D + d, tl.where(real, Y, 0.0))

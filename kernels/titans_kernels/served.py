@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,14 @@ QUERIES = 32  # tokens of a chunk that one program of the outputs kernel reads
 STAGES = 1  # no pipelining of loads: the loops have one to four steps
 WARPS = {"coefficients_kernel": 1, "gates_backward_kernel": 1, "outputs_kernel": 4, "token_kernel": 4}
 THREADS = 256  # of the other kernels: 8 warps on NVIDIA, 4 on AMD
+
+
+class Rule(NamedTuple):
+    """What the kernels know of a write: the fields of `titans_hf.memory_rule.Rule`."""
+
+    max_surprise: float | None
+    normalised: bool
+    hidden_step: float
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ TARGETS = {
     "gfx942": (("hip", "gfx942", 64), 65_536),
 }
 PRECISIONS = ("tf32", "ieee")
-INTEGERS, FLOATS = ("first", "N", "P", "H", "GROUP"), ("max_surprise",)
+INTEGERS, FLOATS = ("first", "N", "P", "H", "GROUP", "normalised"), ("max_surprise", "hidden_step")
 POINTERS = {"chunks": "*i32", "counts": "*i64", "length": "*i64", "next_length": "*i64"}
 
 
