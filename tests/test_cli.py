@@ -156,7 +156,7 @@ def test_a_preset_is_described_in_a_second_and_without_making_it():
         ({"head_dim": 40}, TORCH, TORCH, "head width of 40"),
         ({"memory_depth": 3}, TORCH, TORCH, "memory of 3 layers"),
         ({"memory_forget_to": "start"}, TORCH, TORCH, "the kernels forget towards zero"),
-        ({"memory_write": "delta"}, TORCH, TORCH, "the kernels take gradients at the start of a chunk"),
+        ({"memory_write": "delta"}, TORCH, TRITON, "they serve this memory"),
         ({"memory_implementation": "torch"}, TORCH, TORCH, "memory_implementation='torch'"),
         ({"memory_implementation": "triton", "head_dim": 40}, "none", "none", "head width of 40"),
     ],

@@ -26,7 +26,7 @@ from .fast_paths import inside_functorch, state_dtype, takes, without_autocast, 
 from .memory_chunks import scan as scan_by_hand
 from .memory_chunks import serves
 from .memory_closed_form import chunk_coefficients, read_chunk, read_tokens
-from .memory_rule import Rule, answers, token_loop
+from .memory_rule import DeltaRule, Rule, answers, token_loop
 from .memory_state import MemoryState, where_all
 from .memory_step import step
 from .rows import GridCut, PackedRows
@@ -106,9 +106,10 @@ def scan_chunks(
     max_surprise: float | None,
     normalised: bool = False,
     hidden_step: float = 1.0,
+    delta: bool = False,
 ):
     """`scan` as the Triton kernels compute it: a rule given by its fields, forgetting towards zero."""
-    rule = Rule(max_surprise, normalised, hidden_step)
+    rule = (DeltaRule if delta else Rule)(max_surprise, normalised, hidden_step)
     return scan(rule, weights, momentum, None, (q, k, v, theta, eta, alpha), chunks)
 
 
@@ -124,14 +125,16 @@ def extend_chunk(
     max_surprise: float | None,
     normalised: bool = False,
     hidden_step: float = 1.0,
+    delta: bool = False,
 ):
     """`extend` as the Triton kernels compute it: a rule given by its fields, forgetting towards zero."""
-    return extend(Rule(max_surprise, normalised, hidden_step), state, (q, k, v, theta, eta, alpha), counts)
+    rule = (DeltaRule if delta else Rule)(max_surprise, normalised, hidden_step)
+    return extend(rule, state, (q, k, v, theta, eta, alpha), counts)
 
 
 def _fields(rule: Rule) -> tuple:
-    """A rule's fields, in the order of the arguments of `scan_chunks` and `extend_chunk`."""
-    return rule.max_surprise, rule.normalised, rule.hidden_step
+    """A rule's fields and which of the two it is, in the order of the arguments of `scan_chunks` and `extend_chunk`."""
+    return rule.max_surprise, rule.normalised, rule.hidden_step, type(rule) is DeltaRule
 
 
 class Form(NamedTuple):
@@ -160,7 +163,7 @@ def kernel_refusal(rule: Rule, state: MemoryState, q: Tensor, chunk_size: int) -
     """Why the Triton kernels cannot serve a memory, and the fix; None if they can."""
     if state.start is not None:
         return "forgets towards zero: take 'auto' where `state.start` is given"
-    if type(rule) is not Rule:
+    if type(rule) not in (Rule, DeltaRule):
         return f"does not serve {rule}: use 'auto' or 'torch'"
     kernels = _kernels()
     if kernels is None:

@@ -20,6 +20,7 @@ def extend_chunk(
     max_surprise: float | None,
     normalised: bool = False,
     hidden_step: float = 1.0,
+    delta: bool = False,
 ):
     """The output and the next state, as `titans_hf.memory_ops.extend_chunk` defines them; one token, no gradient."""
     refuse(state.weights, q, state.gates[0].shape[-1])
@@ -35,6 +36,7 @@ def extend_chunk(
         max_surprise,
         normalised,
         hidden_step,
+        delta,
     )
     gates, found = tuple(found[:3]), iter(found[3:])
     weights, momentum, inputs, errors = (tuple(next(found) for _ in part) for part in parts)
@@ -62,18 +64,19 @@ def _extend(
     max_surprise: float | None,
     normalised: bool,
     hidden_step: float,
+    delta: bool,
 ) -> list[Tensor]:
     """The output [B, H, 1, D], the next length, the slots of the gates, and the next state in argument order."""
     from . import launch
 
     state = (*weights, *momentum, *inputs, *errors)
     gates = (slot_theta, slot_eta, slot_alpha)
-    rule = Rule(max_surprise, normalised, hidden_step)
+    rule = Rule(max_surprise, normalised, hidden_step, delta)
     return launch.token(state, gates, length, (q, k, v, theta, eta, alpha), counts, rule)
 
 
 @_extend.register_fake
 def _(weights, momentum, inputs, errors, slot_theta, slot_eta, slot_alpha, length, q, k, v, theta, eta, alpha, counts,
-      max_surprise, normalised, hidden_step):  # fmt: skip
+      max_surprise, normalised, hidden_step, delta):  # fmt: skip
     new = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)  # noqa: E731
     return list(map(new, (q, length, slot_theta, slot_eta, slot_alpha, *weights, *momentum, *inputs, *errors)))

@@ -13,6 +13,7 @@ from torch import Tensor
 from . import served
 from .backward import gates_backward_kernel, read_backward_kernel, write_backward_kernel
 from .decode import token_kernel
+from .delta import delta_states_kernel, delta_write_backward_kernel
 from .forward import coefficients_kernel, linear_states_kernel, outputs_kernel, states_kernel
 from .served import Rule, Shape, options, piece_of, precision_of, shape_of
 
@@ -27,7 +28,7 @@ def state_names(depth: int, prefix: str = "") -> list[str]:
 def _numbers(rule: Rule) -> dict[str, float | int]:
     """A rule's fields as the kernels take them."""
     cap = math.inf if rule.max_surprise is None else rule.max_surprise
-    return dict(max_surprise=cap, hidden_step=rule.hidden_step, normalised=int(rule.normalised))
+    return dict(max_surprise=cap, hidden_step=rule.hidden_step, normalised=int(rule.normalised), DELTA=rule.delta)
 
 
 def run(kernel, grid: tuple[int, ...], shape: Shape, bound: dict) -> None:
@@ -50,7 +51,7 @@ class Piece:
     def __init__(self, starts: list[Tensor], tokens: dict[str, Tensor], chunks, rule: Rule, first: int, precision: str):
         q = tokens["q"]
         self.B, self.H, N, C, _ = q.shape
-        self.depth, self.like = len(starts) // 2, starts[0]
+        self.depth, self.like, self.rule = len(starts) // 2, starts[0], rule
         self.shape = shape_of(starts[: self.depth], C)
         self.P = min(piece_of(self.B * self.H, self.shape), N - first)
         self.row = torch.arange(self.B, device=q.device)
@@ -98,6 +99,9 @@ class Piece:
             self.allocate(pre=(P, C, F), hidden=(P, C, F), error2=(P, C, D), scale2=(P, C))
             self.allocate(through=(P, C, F) if keep else ())
         kernel = linear_states_kernel if self.shape.on_chip(self.bound["PRECISION"]) else states_kernel
+        if self.rule.delta:
+            self.allocate(key_overlap=(P, C, C), work=(P, C, C))
+            kernel = delta_states_kernel
         self.run(kernel, math.ceil(P / group), self.B * self.H, GROUP=group, KEEP=keep)
 
     def outputs(self, y: Tensor) -> None:
@@ -117,7 +121,9 @@ class Piece:
     def write_backward(self) -> None:
         P, C = self.P, self.shape.chunk
         self.allocate(d_to_M=(P, C), d_to_S=(P, C), d_end=(P, 3))
-        self.run(write_backward_kernel, self.B * self.H)
+        if self.rule.delta:
+            self.allocate(d_direct=(P, C, self.shape.width), from_x=(P, C))
+        self.run(delta_write_backward_kernel if self.rule.delta else write_backward_kernel, self.B * self.H)
 
     def gates_backward(self) -> None:
         self.run(gates_backward_kernel, self.P, self.B * self.H)

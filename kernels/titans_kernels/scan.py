@@ -24,6 +24,7 @@ def scan_chunks(
     max_surprise: float | None,
     normalised: bool = False,
     hidden_step: float = 1.0,
+    delta: bool = False,
 ):
     """Outputs, weights and momentum, as `titans_hf.memory_ops.scan_chunks` defines them."""
     refuse(weights, q, q.shape[-2])
@@ -39,6 +40,7 @@ def scan_chunks(
         max_surprise,
         normalised,
         hidden_step,
+        delta,
         keep,
     )
     depth = len(weights)
@@ -59,18 +61,19 @@ def _scan(
     max_surprise: float | None,
     normalised: bool,
     hidden_step: float,
+    delta: bool,
     keep: bool,
 ) -> list[Tensor]:
     """Outputs [B, H, N, C, D]; weights, then momentum of each layer after each row's last chunk; and, if `keep`, both
     at the start of every `GROUP`-th chunk, [B, H, ceil(N / GROUP), in, out]."""
     from . import launch
 
-    rule = Rule(max_surprise, normalised, hidden_step)
+    rule = Rule(max_surprise, normalised, hidden_step, delta)
     return launch.forward([*weights, *momentum], (q, k, v, theta, eta, alpha), chunks, rule, keep)
 
 
 @_scan.register_fake
-def _(weights, momentum, q, k, v, theta, eta, alpha, chunks, max_surprise, normalised, hidden_step, keep):
+def _(weights, momentum, q, k, v, theta, eta, alpha, chunks, max_surprise, normalised, hidden_step, delta, keep):
     states, groups = (*weights, *momentum), -(-q.shape[2] // served.GROUP)
     kept = [W.new_empty(*W.shape[:2], groups, *W.shape[2:]) if keep else W.new_empty(0) for W in states]
     return [torch.empty_like(q, memory_format=torch.contiguous_format), *(W.new_empty(W.shape) for W in states), *kept]
@@ -114,16 +117,17 @@ def _scan_backward(
     max_surprise: float | None,
     normalised: bool,
     hidden_step: float,
+    delta: bool,
 ) -> list[Tensor]:
     """Gradients of the start state (weights, then momentum) and of q, k, v, theta, eta, alpha."""
     from . import launch
 
-    rule = Rule(max_surprise, normalised, hidden_step)
+    rule = Rule(max_surprise, normalised, hidden_step, delta)
     return launch.backward(dy, d_ends, checkpoints, (q, k, v, theta, eta, alpha), chunks, rule)
 
 
 @_scan_backward.register_fake
-def _(dy, d_ends, checkpoints, q, k, v, theta, eta, alpha, chunks, max_surprise, normalised, hidden_step):
+def _(dy, d_ends, checkpoints, q, k, v, theta, eta, alpha, chunks, max_surprise, normalised, hidden_step, delta):
     tokens = (q, k, v, theta, eta, alpha)
     contiguous = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tokens]
     return [*(x.new_empty(x.shape) for x in d_ends), *contiguous]

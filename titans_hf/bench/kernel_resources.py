@@ -70,18 +70,20 @@ class Resources:
 
 def kernels() -> dict:
     """Every kernel by its name."""
-    from titans_kernels import backward, decode, forward
+    from titans_kernels import backward, decode, delta, forward
 
-    modules = (forward, backward, decode)
+    modules = (forward, backward, delta, decode)
     return {name: value for module in modules for name, value in vars(module).items() if name.endswith("_kernel")}
 
 
 def used_by(shape, precision: str) -> list[tuple[str, dict]]:
     """The kernels that a memory of this shape launches, with their constants beyond the shape."""
     states = "linear_states_kernel" if shape.on_chip(precision) else "states_kernel"
-    both = [(name, dict(KEEP=keep)) for name in ("coefficients_kernel", states) for keep in (False, True)]
-    others = ("outputs", "read_backward", "write_backward", "gates_backward", "token")
-    return both + [(f"{name}_kernel", {}) for name in others]
+    names = ("coefficients_kernel", states, "delta_states_kernel")
+    found = [(name, dict(KEEP=keep)) for name in names for keep in (False, True)]
+    others = ("outputs", "read_backward", "write_backward", "delta_write_backward", "gates_backward")
+    found += [(f"{name}_kernel", {}) for name in others]
+    return found + [("token_kernel", dict(DELTA=delta)) for delta in (False, True)]
 
 
 def variants(shapes, targets) -> list[Variant]:
@@ -156,7 +158,7 @@ def code_of(source: str) -> str:
 
 def digest() -> str:
     """A hash of what decides the resources: the code of the kernels and the launch sizes."""
-    files = [PACKAGE / f"{name}.py" for name in ("tiles", "forward", "backward", "decode", "served")]
+    files = [PACKAGE / f"{name}.py" for name in ("tiles", "forward", "backward", "delta", "decode", "served")]
     return hashlib.sha256("\n".join(code_of(file.read_text()) for file in files).encode()).hexdigest()[:16]
 
 
