@@ -154,7 +154,7 @@ def choose_form(backend: str, rule: Rule, state: MemoryState, q: Tensor, chunk_s
     refusal = kernel_refusal(rule, state, q, chunk_size)
     if refusal is not None and backend == "triton":
         raise ValueError(f"`backend='triton'` {refusal}")
-    if refusal is not None or (backend == "auto" and not _kernels_pass(state, q, chunk_size)):
+    if refusal is not None or (backend == "auto" and not _kernels_pass(rule, state, q, chunk_size)):
         return TORCH
     return Form(_kernel_scan, _kernel_extend)
 
@@ -181,9 +181,10 @@ def _kernels():
     return titans_kernels
 
 
-def _kernels_pass(state: MemoryState, q: Tensor, chunk_size: int) -> bool:
+def _kernels_pass(rule: Rule, state: MemoryState, q: Tensor, chunk_size: int) -> bool:
     """Whether the kernels agree with torch on this device; checked at their first use (`titans_kernels.self_check`)."""
-    return _kernels().passes(state.weights, q, chunk_size, scan_chunks, extend_chunk, MemoryState)
+    delta = type(rule) is DeltaRule
+    return _kernels().passes(state.weights, q, chunk_size, scan_chunks, extend_chunk, MemoryState, delta)
 
 
 def _kernel_scan(rule: Rule, weights, momentum, _start: None, tokens, chunks: Tensor | None):
