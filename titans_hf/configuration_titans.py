@@ -42,8 +42,7 @@ class TitansConfig(PreTrainedConfig):
             a chunk size that is changed later.
         memory_eta_max: upper end of the momentum decay eta; the momentum sums at most `1 / (1 - memory_eta_max)` steps.
         memory_write: "chunk" takes all gradients of a chunk at its start (Eq. 16). "delta" takes each token's error in
-            the memory's last layer after the writes of the tokens before it, so that larger steps are stable; autograd
-            differentiates it, which is slower, and the kernels do not serve it.
+            the memory's last layer after the writes of the tokens before it, so that larger steps are stable.
         memory_gates: "token" (gates per token) or "chunk" (gates of a chunk from its first token, Section 3.2).
         memory_momentum, memory_forget, memory_conv: switches for the ablations of Table 5.
         memory_forget_to: where the forget gate leads. "zero" is the paper as printed. "start" is the memory before a
