@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from titans_hf import MemoryState, memory_ops, neural_memory
-from titans_hf.memory_closed_form import gradient_factors
-from titans_hf.memory_rule import Rule
+from titans_hf.memory_delta import Before, DeltaWrite
+from titans_hf.memory_parts import Coefficients, Write
+from titans_hf.memory_rule import DeltaRule, Rule
 
 kernels = pytest.importorskip("titans_kernels", reason="triton is not installed (pip install titans-hf[kernels])")
 import triton  # noqa: E402
@@ -36,11 +37,11 @@ def read(T: int = 32, backend: str = "auto"):
     return neural_memory(*tokens, state, chunk_size=CHUNK, backend=backend)
 
 
-def check(q=None, D: int = WIDTH, chunk: int = CHUNK) -> bool:
+def check(q=None, D: int = WIDTH, chunk: int = CHUNK, delta: bool = False) -> bool:
     tokens, state = small_inputs(D=D)
     q = tokens[0] if q is None else q
     definition = memory_ops.scan_chunks, memory_ops.extend_chunk, MemoryState
-    return kernels.passes(state.weights, q, chunk, *definition)
+    return kernels.passes(state.weights, q, chunk, *definition, delta)
 
 
 class Replayed:
@@ -208,16 +209,17 @@ def test_each_shape_dtype_and_precision_is_checked_by_itself(monkeypatch):
     monkeypatch.setattr(self_check, "_check", lambda case, definition: checked.append(case) or True)
     q = torch.empty(1)
     for _ in range(2):
-        check(), check(D=32), check(chunk=32), check(q.bfloat16())
+        check(), check(D=32), check(chunk=32), check(q.bfloat16()), check(delta=True)
         with monkeypatch.context() as patch:
             patch.setattr(self_check, "precision_of", lambda tokens: "tf32")
             check()
-    assert len(set(checked)) == len(checked) == 5
+    assert len(set(checked)) == len(checked) == 6
 
 
-def test_two_layers_and_half_precision_pass_within_their_tolerance():
+@pytest.mark.parametrize("delta", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_two_layers_and_half_precision_pass_within_their_tolerance(delta):
     shape = served.Shape(depth=2, chunk=16, width=16, hidden=32)
-    case = self_check.Case(torch.device("cpu"), torch.bfloat16, "ieee", shape)
+    case = self_check.Case(torch.device("cpu"), torch.bfloat16, "ieee", shape, delta)
     form = self_check.Form(memory_ops.scan_chunks, memory_ops.extend_chunk, MemoryState)
     assert self_check._problem(case, form) is None
 
@@ -285,17 +287,24 @@ def test_without_a_device_to_run_on_the_torch_form_is_used(monkeypatch):
     assert torch.cuda.is_available() or not check(absent)
 
 
+@pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("shape", [shape for shape in served.every_shape() if shape.width == 16], ids=str)
-def test_no_token_of_the_case_is_near_the_cap(shape):
+def test_no_token_of_the_case_is_near_the_cap(shape, delta):
     """The gradient jumps there: rounding could make right kernels fail."""
-    data = self_check.Data(self_check.Case(torch.device("cpu"), torch.float32, "ieee", shape), exact=True)
+    data = self_check.Data(self_check.Case(torch.device("cpu"), torch.float32, "ieee", shape, delta), exact=True)
     weights, momentum, tokens = data.matrices(1.0), data.matrices(0.1), data.tokens(self_check.N, shape.chunk)
-    ratios = []
+    rule, ratios = (DeltaRule if delta else Rule)(**self_check.FIELDS), []
     for n in range(self_check.N):
-        factors = gradient_factors(Rule(), weights, tokens[1][:, :, n], tokens[2][:, :, n])
-        ratios += [a.norm(dim=-1) * g.norm(dim=-1) / self_check.CAP for a, g in zip(*factors, strict=True)]
+        _, k, v, *gates = (x[:, :, n].flatten(0, 1) for x in tokens)
+        here = [x.flatten(0, 1) for x in weights]
+        if delta:
+            before = Before.of(Coefficients(*gates).gates)
+            write = DeltaWrite(rule, here, [x.flatten(0, 1) for x in momentum], k, v, before)
+        else:
+            write = Write(rule, here, k, v)
+        ratios += [a * g * step / self_check.CAP for (a, g), step in zip(write.norms, write.step_scale, strict=True)]
         chunk = [x[:, :, n : n + 1] for x in tokens]
-        _, weights, momentum = memory_ops.scan_chunks(weights, momentum, *chunk, None, self_check.CAP)
+        _, weights, momentum = memory_ops.scan_chunks(weights, momentum, *chunk, None, **self_check.FIELDS, delta=delta)
     ratios = torch.stack(ratios)
-    assert ratios.log().abs().min() > 0.05
+    assert ratios.log().abs().min() > 0.015
     assert 0.2 < (ratios > 1).double().mean() < 0.8

@@ -32,7 +32,7 @@ SOME_KERNELS = """
 import sys
 from titans_hf.bench import kernel_resources as r
 some = [v for v in r.variants(r.default_shapes()[:1], ["sm_90"]) if ("PRECISION", "ieee") not in v.constants]
-rows = [r.row_of(variant, r.compile_one(variant)) for variant in some]
+rows = [r.row_of(variant, r.compile_one(variant), r.digests()[variant.kernel]) for variant in some]
 assert len({row["kernel"] for row in rows}) > 5
 sys.exit("\\n".join(r.problems(rows) + r.differences(rows)) or None)
 """
@@ -49,13 +49,26 @@ def test_the_presets_kernels_compile_for_every_target():
 
 
 def test_the_list_is_checked_against_the_sources(monkeypatch):
-    """With another digest the check fails."""
-    monkeypatch.setattr(kernel_resources, "variants", lambda *_: [])  # kernels for the interpreter have no parameters
-    monkeypatch.setattr(kernel_resources, "digest", lambda: "other")
-    assert "was made from other sources" in "".join(kernel_resources.differences([]))
-    monkeypatch.undo()
+    """With another digest of one kernel the check fails."""
+    _, rows = kernel_resources.read_list()
+    known = dict.fromkeys(map(kernel_resources.key_of, rows))
+    monkeypatch.setattr(kernel_resources, "wanted", lambda: known)  # kernels for the interpreter have no parameters
     monkeypatch.setattr(kernel_resources, "variants", lambda *_: [])
+    monkeypatch.setattr(kernel_resources, "table", lambda *_: "")
     assert "was made from other sources" not in "".join(kernel_resources.differences([]))
+    digests = kernel_resources.digests()
+    monkeypatch.setattr(kernel_resources, "digests", lambda: {**digests, "token_kernel": "other"})
+    assert "was made from other sources" in "".join(kernel_resources.differences([]))
+
+
+def test_a_kernel_s_digest_depends_on_what_it_calls(monkeypatch):
+    before, functions = kernel_resources.digests(), kernel_resources.functions()
+    monkeypatch.setattr(kernel_resources, "functions", lambda: {**functions, "silu_curve": "def silu_curve(z): ..."})
+    after = kernel_resources.digests()
+    assert {name for name in before if before[name] != after[name]} == {
+        "write_backward_kernel",
+        "delta_write_backward_kernel",
+    }
 
 
 def test_words_do_not_count_as_sources_and_code_does():

@@ -6,6 +6,7 @@ Uninitialised memory is NaN in all of these tests.
 import inspect
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titans_hf import MemoryState, memory_ops, neural_memory
+from titans_hf.memory_rule import DeltaRule, Rule
 
 kernels = pytest.importorskip("titans_kernels", reason="triton is not installed (pip install titans-hf[kernels])")
 from titans_kernels import served  # noqa: E402
@@ -36,6 +38,11 @@ MORE_SHAPES = [
     *((2, 32, 2, 16, 2, 0.7, ragged) for ragged in (False, True)),
     *((2, 64, 2, 64, 1, None, ragged) for ragged in (False, True)),
 ]
+RULES = {  # what a rule's fields do to the gradients of two layers: before the cap, and where it acts
+    "normalised": dict(max_surprise=None, normalised=True),
+    "a share for the hidden layer": dict(max_surprise=3.0, hidden_step=0.3),
+    "both": dict(max_surprise=1.5, normalised=True, hidden_step=0.3),
+}
 GATES = {"no momentum": {"eta": 0.0}, "no forgetting": {"alpha": 0.0}}
 
 
@@ -92,6 +99,70 @@ def test_whole_chunks_equal_the_torch_form(shape):
     assert_all_close(mine, theirs, 2e-6)
 
 
+def inputs_of_either_norm(*sizes, **gates):
+    """`chunked_inputs` whose hidden layer has norms below and above 1, which `normalised` tells apart."""
+    weights, momentum, (q, k, *rest) = chunked_inputs(*sizes, **gates)
+    norms = torch.linspace(0.2, 3, k[..., 0].numel()).view(k.shape[:-1])
+    return weights, momentum, [q, k * norms[..., None], *rest]
+
+
+@pytest.mark.parametrize("fields", [*(pytest.param(x, marks=slow) for x in [*RULES.values()][:-1]), RULES["both"]])
+def test_a_rule_s_fields_change_the_gradients_as_in_the_torch_form(fields):
+    cap, fields = fields["max_surprise"], {name: x for name, x in fields.items() if name != "max_surprise"}
+    inputs = (*inputs_of_either_norm(2, 16, 1, 16, 2), None, cap)
+    mine, theirs = (
+        outputs_and_gradients(partial(form.scan_chunks, **fields), *inputs) for form in (kernels, memory_ops)
+    )
+    assert_all_close(mine, theirs, 2e-6)
+
+
+# depth, head width, expansion, chunk, whole chunks, cap, rows of different lengths; the other fields of the rule
+NORMALISED = dict(normalised=True, hidden_step=0.3)
+DELTA = [
+    (1, 16, 1, 16, 2, 1.5, True, {}),
+    (2, 16, 2, 16, 2, 1.5, False, NORMALISED),
+    (2, 16, 1, 32, 1, None, False, NORMALISED),
+]
+MORE_DELTA = [
+    (1, 32, 1, 32, 2, None, False, {}),
+    (2, 16, 1, 16, 2, 20.0, True, {}),
+    (2, 16, 2, 16, 3, None, True, NORMALISED),
+    (2, 64, 2, 32, 1, 3.0, True, NORMALISED),
+    (2, 32, 4, 64, 1, None, False, NORMALISED),
+]
+
+
+@pytest.mark.parametrize("shape", [*DELTA, *(pytest.param(shape, marks=slow) for shape in MORE_DELTA)], ids=str)
+def test_chunks_written_by_delta_equal_the_torch_form(shape):
+    """With the cap, which acts on some tokens, and without."""
+    *sizes, N, cap, ragged, fields = shape
+    inputs = (*inputs_of_either_norm(*sizes, N), torch.tensor([N, N - 1]) if ragged else None, cap)
+    mine, theirs = (
+        outputs_and_gradients(partial(form.scan_chunks, delta=True, **fields), *inputs)
+        for form in (kernels, memory_ops)
+    )
+    assert_all_close(mine, theirs, 5e-6)
+
+
+def test_a_cap_that_acts_on_every_error_in_turn_has_the_gradient_of_the_token_loop():
+    """Against autograd through the definition, in float64."""
+    weights, momentum, tokens = chunked_inputs(2, 16, 1, 16, 1, B=1, H=1)
+    state = MemoryState(tuple(weights), tuple(momentum))
+    found = []
+    for backend in ("triton", "recurrent"):
+        exact = backend == "recurrent"
+        inputs = [x.double() if exact else x for x in (*tokens, *weights, *momentum)]
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        state = MemoryState(tuple(inputs[6:8]), tuple(inputs[8:]))
+        of_tokens = [x[:, :, 0].transpose(1, 2) for x in inputs[:6]]
+        rule = DeltaRule(0.5, **NORMALISED)
+        y, after = neural_memory(*of_tokens, state, chunk_size=16, rule=rule, backend=backend)
+        outputs = [y, *sum(after.current(), ())]
+        gradients = torch.autograd.grad(sum(x.square().sum() for x in outputs), inputs)
+        found.append([x.float() for x in (*outputs, *gradients)])
+    assert_all_close(*found, 5e-6)
+
+
 @pytest.mark.parametrize("gates", GATES.values(), ids=GATES)
 @pytest.mark.parametrize("depth", [1, pytest.param(2, marks=slow)])
 def test_without_momentum_or_forgetting(depth, gates):
@@ -144,11 +215,12 @@ def assert_same_state(mine: MemoryState, theirs: MemoryState) -> None:
         assert torch.equal(mine.length, theirs.length)
 
 
+@pytest.mark.parametrize("rule", [Rule(1.0), DeltaRule(1.0, **NORMALISED)], ids=str)
 @pytest.mark.parametrize("tokens_read_before", [5, *(pytest.param(tokens, marks=slow) for tokens in (0, 16))])
-def test_any_length_from_any_state_equals_the_torch_backend(tokens_read_before):
+def test_any_length_from_any_state_equals_the_torch_backend(tokens_read_before, rule):
     """Odd lengths, from the middle of a chunk, with padding anywhere."""
     tokens, state = memory_inputs(B=2, T=60, H=2, D=16, dtype=torch.float32)
-    options = dict(chunk_size=16, max_surprise=1.0)
+    options = dict(chunk_size=16, rule=rule)
     if tokens_read_before:
         _, state = neural_memory(*(x[:, :tokens_read_before] for x in tokens), state, **options)
     tokens = [x[:, tokens_read_before : tokens_read_before + 43] for x in tokens]
@@ -162,9 +234,17 @@ def test_any_length_from_any_state_equals_the_torch_backend(tokens_read_before):
 
 
 @pytest.mark.parametrize(
-    "depth, cap", [(1, None), (2, 0.8), pytest.param(1, 0.8, marks=slow), pytest.param(2, None, marks=slow)]
+    "depth, rule",
+    [
+        (1, Rule()),
+        (2, Rule(0.8, normalised=True, hidden_step=0.3)),
+        (2, DeltaRule(1.5, normalised=True, hidden_step=0.3)),
+        *(pytest.param(1, rule, marks=slow) for rule in (Rule(0.8), DeltaRule(), DeltaRule(0.8))),
+        *(pytest.param(2, rule, marks=slow) for rule in (Rule(), DeltaRule())),
+    ],
+    ids=str,
 )
-def test_decoding_token_by_token_equals_the_torch_backend(depth, cap):
+def test_decoding_token_by_token_equals_the_torch_backend(depth, rule):
     """Across a chunk boundary, which the rows reach at different steps: one row skips some."""
     tokens, start = memory_inputs(B=2, T=23, H=2, D=16, depth=depth, dtype=torch.float32)
     outputs, states = [], []
@@ -176,7 +256,7 @@ def test_decoding_token_by_token_equals_the_torch_backend(depth, cap):
                 *(x[:, t : t + 1] for x in tokens),
                 state,
                 chunk_size=16,
-                max_surprise=cap,
+                rule=rule,
                 backend=backend,
                 lengths=lengths,
             )
@@ -197,16 +277,24 @@ def test_decoding_changes_nothing_in_place():
 # In a model
 
 
-def small_model(variant: str, implementation: str):
+def small_model(variant: str, implementation: str, **fields):
     sizes = dict(hidden_size=32, head_dim=16, memory_chunk_size=16, segment_size=32, sliding_window=16)
-    return tiny_model(variant, torch.float32, num_hidden_layers=1, memory_implementation=implementation, **sizes)
+    return tiny_model(
+        variant, torch.float32, num_hidden_layers=1, memory_implementation=implementation, **sizes, **fields
+    )
 
 
-@slow_but("mac")
-def test_a_model_computes_and_trains_the_same_with_kernels(variant):
+BY_DELTA = dict(memory_write="delta", memory_step="normalised", memory_hidden_step=0.3, memory_theta_max=0.5)
+
+
+@pytest.mark.parametrize(
+    "variant, fields",
+    [("mac", BY_DELTA), *(pytest.param(variant, {}, marks=slow) for variant in ("mac", "mag", "mal", "lmm"))],
+)
+def test_a_model_computes_and_trains_the_same_with_kernels(variant, fields):
     ids, found = random_ids(2, 39), []
     for implementation in ("triton", "torch"):
-        model = small_model(variant, implementation)
+        model = small_model(variant, implementation, **fields)
         outputs = model(ids, labels=ids)
         outputs.loss.backward()
         found.append([outputs.logits, *(p.grad for p in model.parameters())])
@@ -243,19 +331,20 @@ def test_the_operators_pass_torch_s_own_checks(depth):
     chunks = torch.tensor([1, 0], dtype=torch.int32)
     for x in (*weights, *momentum, *tokens):
         x.requires_grad_()
-    arguments = (weights, momentum, *tokens, chunks, 10.0, True)
+    rule = (10.0, True, 0.5, depth == 2)
+    arguments = (weights, momentum, *tokens, chunks, *rule, True)
     torch.library.opcheck(torch.ops.titans.scan_chunks.default, arguments)
     with torch.no_grad():
         y, *states = torch.ops.titans.scan_chunks(*arguments)
         ends, checkpoints = states[: 2 * depth], states[2 * depth :]
         gradients = (torch.ones_like(y), [torch.ones_like(x) for x in ends], checkpoints)
-        arguments = (*gradients, *(x.detach() for x in tokens), chunks, 10.0)
+        arguments = (*gradients, *(x.detach() for x in tokens), chunks, *rule)
     torch.library.opcheck(torch.ops.titans.scan_chunks_backward.default, arguments)
     _, state = memory_inputs(B=1, H=2, D=16, depth=depth, dtype=torch.float32)
     state = state.opened(16)
     q, gate = torch.randn(1, 2, 1, 16), torch.rand(1, 2, 1)
     parts = map(list, (state.weights, state.momentum, state.inputs, state.errors))
-    arguments = (*parts, *state.gates, state.length, q, q, q, gate, gate, gate, torch.ones(1, dtype=torch.long), 10.0)
+    arguments = (*parts, *state.gates, state.length, q, q, q, gate, gate, gate, torch.ones(1, dtype=torch.long), *rule)
     torch.library.opcheck(torch.ops.titans.extend_chunk.default, arguments)
 
 

@@ -230,11 +230,6 @@ class TitansConfig(PreTrainedConfig):
                 f"`memory_chunk_size` ({self.memory_chunk_size}) must divide `segment_size` ({self.segment_size}) "
                 "in the mac variant: choose a multiple"
             )
-        if self.memory_write != "chunk" and self.memory_implementation == "triton":
-            raise ValueError(
-                "`memory_implementation` is 'triton', whose kernels take all gradients at the start of a chunk: take "
-                "'auto', or leave `memory_write` at 'chunk'"
-            )
         if self.memory_forget_to == "start" and self.memory_implementation == "triton":
             raise ValueError(
                 "`memory_implementation` is 'triton', whose kernels forget towards zero: take 'auto', or leave "

@@ -26,7 +26,7 @@ from .fast_paths import inside_functorch, state_dtype, takes, without_autocast, 
 from .memory_chunks import scan as scan_by_hand
 from .memory_chunks import serves
 from .memory_closed_form import chunk_coefficients, read_chunk, read_tokens
-from .memory_rule import Rule, answers, token_loop
+from .memory_rule import DeltaRule, Rule, answers, token_loop
 from .memory_state import MemoryState, where_all
 from .memory_step import step
 from .rows import GridCut, PackedRows
@@ -93,14 +93,48 @@ def extend(rule: Rule, state: MemoryState, tokens, counts: Tensor | None = None)
     return y, state
 
 
-def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | None, max_surprise: float | None):
-    """`scan` as the Triton kernels compute it: the plain `Rule`, forgetting towards zero."""
-    return scan(Rule(max_surprise), weights, momentum, None, (q, k, v, theta, eta, alpha), chunks)
+def scan_chunks(
+    weights,
+    momentum,
+    q,
+    k,
+    v,
+    theta,
+    eta,
+    alpha,
+    chunks: Tensor | None,
+    max_surprise: float | None,
+    normalised: bool = False,
+    hidden_step: float = 1.0,
+    delta: bool = False,
+):
+    """`scan` as the Triton kernels compute it: a rule given by its fields, forgetting towards zero."""
+    rule = (DeltaRule if delta else Rule)(max_surprise, normalised, hidden_step)
+    return scan(rule, weights, momentum, None, (q, k, v, theta, eta, alpha), chunks)
 
 
-def extend_chunk(state, q, k, v, theta, eta, alpha, counts: Tensor | None, max_surprise: float | None):
-    """`extend` as the Triton kernels compute it: the plain `Rule`, forgetting towards zero."""
-    return extend(Rule(max_surprise), state, (q, k, v, theta, eta, alpha), counts)
+def extend_chunk(
+    state,
+    q,
+    k,
+    v,
+    theta,
+    eta,
+    alpha,
+    counts: Tensor | None,
+    max_surprise: float | None,
+    normalised: bool = False,
+    hidden_step: float = 1.0,
+    delta: bool = False,
+):
+    """`extend` as the Triton kernels compute it: a rule given by its fields, forgetting towards zero."""
+    rule = (DeltaRule if delta else Rule)(max_surprise, normalised, hidden_step)
+    return extend(rule, state, (q, k, v, theta, eta, alpha), counts)
+
+
+def _fields(rule: Rule) -> tuple:
+    """A rule's fields and which of the two it is, in the order of the arguments of `scan_chunks` and `extend_chunk`."""
+    return rule.max_surprise, rule.normalised, rule.hidden_step, type(rule) is DeltaRule
 
 
 class Form(NamedTuple):
@@ -120,7 +154,7 @@ def choose_form(backend: str, rule: Rule, state: MemoryState, q: Tensor, chunk_s
     refusal = kernel_refusal(rule, state, q, chunk_size)
     if refusal is not None and backend == "triton":
         raise ValueError(f"`backend='triton'` {refusal}")
-    if refusal is not None or (backend == "auto" and not _kernels_pass(state, q, chunk_size)):
+    if refusal is not None or (backend == "auto" and not _kernels_pass(rule, state, q, chunk_size)):
         return TORCH
     return Form(_kernel_scan, _kernel_extend)
 
@@ -129,7 +163,7 @@ def kernel_refusal(rule: Rule, state: MemoryState, q: Tensor, chunk_size: int) -
     """Why the Triton kernels cannot serve a memory, and the fix; None if they can."""
     if state.start is not None:
         return "forgets towards zero: take 'auto' where `state.start` is given"
-    if rule != Rule(rule.max_surprise):
+    if type(rule) not in (Rule, DeltaRule):
         return f"does not serve {rule}: use 'auto' or 'torch'"
     kernels = _kernels()
     if kernels is None:
@@ -147,13 +181,14 @@ def _kernels():
     return titans_kernels
 
 
-def _kernels_pass(state: MemoryState, q: Tensor, chunk_size: int) -> bool:
+def _kernels_pass(rule: Rule, state: MemoryState, q: Tensor, chunk_size: int) -> bool:
     """Whether the kernels agree with torch on this device; checked at their first use (`titans_kernels.self_check`)."""
-    return _kernels().passes(state.weights, q, chunk_size, scan_chunks, extend_chunk, MemoryState)
+    delta = type(rule) is DeltaRule
+    return _kernels().passes(state.weights, q, chunk_size, scan_chunks, extend_chunk, MemoryState, delta)
 
 
 def _kernel_scan(rule: Rule, weights, momentum, _start: None, tokens, chunks: Tensor | None):
-    return _kernels().scan_chunks(weights, momentum, *tokens, chunks, rule.max_surprise)
+    return _kernels().scan_chunks(weights, momentum, *tokens, chunks, *_fields(rule))
 
 
 def _kernel_extend(rule: Rule, state: MemoryState, tokens, counts: Tensor | None):
@@ -162,7 +197,7 @@ def _kernel_extend(rule: Rule, state: MemoryState, tokens, counts: Tensor | None
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*state.tensors(), *tokens))
     if tokens[0].shape[2] > 1 or trained:
         return extend(rule, state, tokens, counts)
-    return _kernels().extend_chunk(state, *tokens, counts, rule.max_surprise)
+    return _kernels().extend_chunk(state, *tokens, counts, *_fields(rule))
 
 
 def _read_chunkwise(rule: Rule, tokens, state: MemoryState, lengths: Tensor | None, chunk_size: int, form: Form):

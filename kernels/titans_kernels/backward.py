@@ -12,7 +12,18 @@ import triton
 import triton.language as tl
 
 from .forward import chunks_here, end_of_chunk
-from .tiles import kernel, load_tile, product, rolled, silu, silu_curve, silu_slope, squared_norms, store_tile
+from .tiles import (
+    kernel,
+    load_tile,
+    product,
+    rolled,
+    silu,
+    silu_curve,
+    silu_slope,
+    squared_norms,
+    step_share,
+    store_tile,
+)
 
 
 @triton.jit
@@ -133,15 +144,28 @@ def read_backward_kernel(
 
 
 @triton.jit
+def scale_slopes(x_squared, error_squared, share, normalised, max_surprise):
+    """Minus the derivative of the scale's logarithm by the input, over the input; the same for the error.
+
+    Where the cap acts the scale is `max_surprise / (|x| |error|)`, elsewhere in proportion to `1 / |x|^2` or constant.
+    """
+    step = step_share(x_squared, share, normalised)
+    capped = x_squared * error_squared * step * step > max_surprise * max_surprise
+    of_x = tl.where(normalised, tl.where(x_squared > 1.0, 2.0 / tl.maximum(x_squared, 1.0), 0.0), 0.0)
+    of_x = tl.where(capped, 1.0 / tl.where(capped, x_squared, 1.0), of_x)
+    return of_x, tl.where(capped, 1.0 / tl.where(capped, error_squared, 1.0), 0.0)
+
+
+@triton.jit
 def _layer_write_backward(
-    x, error, scale, d_W, d_S, d_x, d_error, to_M, to_S, max_surprise, t,
+    x, error, scale, d_W, d_S, d_x, d_error, to_M, to_S, share, normalised, max_surprise, t,
     IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Backward of a layer's update `M = ... - x^T (to_M scale error)`, `S = ... - x^T (to_S scale error)` and its cap.
+    """Backward of a layer's update, `M = ... - x^T (to_M scale error)` and `S = ... - x^T (to_S scale error)`.
 
-    Returns the gradients of to_M and to_S, and `taken` [C]: the gradient of the error before the cap is
+    Returns the gradients of to_M and to_S, and `taken` [C]: the gradient of the error before the scale is
     `scale d_error - taken error`. d_W, d_S: gradients of the state after the chunk. Completes in place d_error (of the
-    capped error) and d_x, including the part of d_x that comes from the cap.
+    scaled error) and d_x, including the part of d_x that comes from the scale.
     """
     s = tl.load(scale + t)
     from_M, from_S = tl.zeros(t.shape, tl.float32), tl.zeros(t.shape, tl.float32)
@@ -159,10 +183,8 @@ def _layer_write_backward(
         error_squared += tl.sum(error_tile * error_tile, axis=1)
         store_tile(d_error, t, o, OUT, d_tile)
     x_squared = squared_norms(x, t, IN, BI)
-    capped = x_squared * error_squared > max_surprise * max_surprise
-    along = tl.where(capped, along * s, 0.0)
-    from_x = along / tl.where(capped, x_squared, 1.0)
-    taken = along / tl.where(capped, error_squared, 1.0)
+    of_x, of_error = scale_slopes(x_squared, error_squared, share, normalised, max_surprise)
+    from_x, taken = of_x * s * along, of_error * s * along
     for start in range(0, rolled(IN), BI):
         i = start + tl.arange(0, BI)
         d_tile = load_tile(d_x, t, i, IN, 1) - from_x[:, None] * load_tile(x, t, i, IN, 1)
@@ -208,7 +230,7 @@ def _state_backward(
 def write_backward_kernel(
     k, step, in_S, decay, drift, momentum, W1, S1, W2, S2, pre, hidden, through, error1, error2, scale1, scale2,
     d_k, d_hidden, d_error1, d_error2, d_W1, d_S1, d_W2, d_S2, dk, dv, d_to_M, d_to_S, d_end, chunks, max_surprise,
-    first, N, P,
+    hidden_step, normalised, first, N, P,
     H, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -221,6 +243,9 @@ def write_backward_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, C)
+    share = 1.0  # of the step that the first layer takes
+    if DEPTH == 2:
+        share = hidden_step
     count = chunks_here(chunks, row, first, P, H)
     for done in range(count):
         n = count - 1 - done
@@ -230,7 +255,7 @@ def write_backward_kernel(
         after = slot + D * F
         from_M, from_S, taken1 = _layer_write_backward(
             k + tokens, error1 + wide, scale1 + here, d_W1 + after, d_S1 + after, d_k + narrow, d_error1 + wide, to_M,
-            to_S, max_surprise, t, D, F, BD, BF, PRECISION,
+            to_S, share, False, max_surprise, t, D, F, BD, BF, PRECISION,
         )  # fmt: skip
         s1 = tl.load(scale1 + here + t)[:, None]
         if DEPTH == 1:
@@ -246,7 +271,7 @@ def write_backward_kernel(
         else:
             more_M, more_S, taken2 = _layer_write_backward(
                 hidden + wide, error2 + narrow, scale2 + here, d_W2 + after, d_S2 + after, d_hidden + wide,
-                d_error2 + narrow, to_M, to_S, max_surprise, t, F, D, BF, BD, PRECISION,
+                d_error2 + narrow, to_M, to_S, 1.0, normalised != 0, max_surprise, t, F, D, BF, BD, PRECISION,
             )  # fmt: skip
             from_M += more_M
             from_S += more_S

@@ -5,10 +5,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .served import refuse
+from .served import Rule, refuse
 
 
-def extend_chunk(state, q, k, v, theta, eta, alpha, counts: Tensor | None, max_surprise: float | None):
+def extend_chunk(
+    state,
+    q,
+    k,
+    v,
+    theta,
+    eta,
+    alpha,
+    counts: Tensor | None,
+    max_surprise: float | None,
+    normalised: bool = False,
+    hidden_step: float = 1.0,
+    delta: bool = False,
+):
     """The output and the next state, as `titans_hf.memory_ops.extend_chunk` defines them; one token, no gradient."""
     refuse(state.weights, q, state.gates[0].shape[-1])
     if q.shape[2] != 1:
@@ -16,7 +29,14 @@ def extend_chunk(state, q, k, v, theta, eta, alpha, counts: Tensor | None, max_s
     counts = torch.ones_like(state.length) if counts is None else counts
     parts = (state.weights, state.momentum, state.inputs, state.errors)
     y, length, *found = torch.ops.titans.extend_chunk(
-        *map(list, parts), *state.gates, state.length, q, k, v, theta, eta, alpha, counts, max_surprise
+        *map(list, parts),
+        *state.gates,
+        state.length,
+        *(q, k, v, theta, eta, alpha, counts),
+        max_surprise,
+        normalised,
+        hidden_step,
+        delta,
     )
     gates, found = tuple(found[:3]), iter(found[3:])
     weights, momentum, inputs, errors = (tuple(next(found) for _ in part) for part in parts)
@@ -42,17 +62,21 @@ def _extend(
     alpha: Tensor,
     counts: Tensor,
     max_surprise: float | None,
+    normalised: bool,
+    hidden_step: float,
+    delta: bool,
 ) -> list[Tensor]:
     """The output [B, H, 1, D], the next length, the slots of the gates, and the next state in argument order."""
     from . import launch
 
     state = (*weights, *momentum, *inputs, *errors)
     gates = (slot_theta, slot_eta, slot_alpha)
-    return launch.token(state, gates, length, (q, k, v, theta, eta, alpha), counts, max_surprise)
+    rule = Rule(max_surprise, normalised, hidden_step, delta)
+    return launch.token(state, gates, length, (q, k, v, theta, eta, alpha), counts, rule)
 
 
 @_extend.register_fake
 def _(weights, momentum, inputs, errors, slot_theta, slot_eta, slot_alpha, length, q, k, v, theta, eta, alpha, counts,
-      max_surprise):  # fmt: skip
+      max_surprise, normalised, hidden_step, delta):  # fmt: skip
     new = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)  # noqa: E731
     return list(map(new, (q, length, slot_theta, slot_eta, slot_alpha, *weights, *momentum, *inputs, *errors)))

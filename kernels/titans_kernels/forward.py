@@ -6,14 +6,14 @@ all chunks in parallel.
 Axis letters: B batch, H heads, N chunks of a row, P chunks of the current piece (which starts at chunk `first`), C
 tokens of a chunk, D head width, F width of the first layer's output (the hidden width; D in a memory of one layer).
 Tokens and gates are [B, H, N, C, ...]; intermediate results are [B, H, P, ...]; states are [B, H, P + 1, in, out]. All
-tensors are contiguous. Errors are stored before the surprise cap; its factor `scale` [C] multiplies the coefficients
-instead, which saves a capped copy.
+tensors are contiguous. Errors are stored before the rule scales them (share of the step, surprise cap); the factor
+`scale` [C] multiplies the coefficients instead, which saves a scaled copy.
 """
 
 import triton
 import triton.language as tl
 
-from .tiles import cap, kernel, load_tile, product, rolled, silu, silu_slope, squared_norms, store_tile
+from .tiles import cap, kernel, load_tile, product, rolled, scale_of, silu, silu_slope, squared_norms, store_tile
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def linear_states_kernel(
 @kernel
 def states_kernel(
     k, v, step, in_S, decay, drift, momentum, W1, S1, W2, S2, pre, hidden, through, error1, error2, scale1, scale2,
-    chunks, max_surprise, first, N, P,
+    chunks, max_surprise, hidden_step, normalised, first, N, P,
     H, GROUP, KEEP: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
     BD: tl.constexpr, BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +131,7 @@ def states_kernel(
 
     W1, S1 [P + 1, D, F] and W2, S2 [P + 1, F, D] as in the linear kernel. For each chunk it also stores pre [C, F] and
     hidden [C, F], the keys' hidden layer before and after the non-linearity; error1 [C, F] and error2 [C, D]; their
-    cap factors; and, if KEEP, through [C, F], the first layer's error before the slope of the non-linearity.
+    factors; and, if KEEP, through [C, F], the first layer's error before the slope of the non-linearity.
     """
     row, group = tl.program_id(1).to(tl.int64), tl.program_id(0)
     t = tl.arange(0, C)
@@ -141,6 +141,7 @@ def states_kernel(
         here, tokens = (row * P + n) * C, (row * N + first + n) * C * D
         slot = (row * (P + 1) + n) * D * F
         end = end_of_chunk(step, in_S, decay, drift, momentum, here, t, C)
+        share = 1.0  # of the step that the first layer takes
         k_squared, error1_squared = squared_norms(k + tokens, t, D, BD), tl.zeros((C,), tl.float32)
         if DEPTH == 1:
             for start in range(0, rolled(F), BF):
@@ -175,17 +176,18 @@ def states_kernel(
                 store_tile(error1 + here * F, t, f, F, E)
                 if KEEP:
                     store_tile(through + here * F, t, f, F, U)
-            capped = cap(hidden_squared, error2_squared, max_surprise)
-            tl.store(scale2 + here + t, capped)
+            share = hidden_step
+            scale = scale_of(hidden_squared, error2_squared, 1.0, normalised != 0, max_surprise)
+            tl.store(scale2 + here + t, scale)
             tl.debug_barrier()  # other threads read the first layer's errors
             if not KEEP or n + 1 < stop:
                 _update(
-                    W2 + slot, S2 + slot, hidden + here * F, error2 + here * D, capped, end, t, F, D, BF, BD, PRECISION
+                    W2 + slot, S2 + slot, hidden + here * F, error2 + here * D, scale, end, t, F, D, BF, BD, PRECISION
                 )  # fmt: skip
-        capped = cap(k_squared, error1_squared, max_surprise)
-        tl.store(scale1 + here + t, capped)
+        scale = scale_of(k_squared, error1_squared, share, False, max_surprise)
+        tl.store(scale1 + here + t, scale)
         if not KEEP or n + 1 < stop:
-            _update(W1 + slot, S1 + slot, k + tokens, error1 + here * F, capped, end, t, D, F, BD, BF, PRECISION)
+            _update(W1 + slot, S1 + slot, k + tokens, error1 + here * F, scale, end, t, D, F, BD, BF, PRECISION)
         tl.debug_barrier()  # the next chunk reads the states that all threads wrote
 
 

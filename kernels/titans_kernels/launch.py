@@ -13,8 +13,9 @@ from torch import Tensor
 from . import served
 from .backward import gates_backward_kernel, read_backward_kernel, write_backward_kernel
 from .decode import token_kernel
+from .delta import delta_states_kernel, delta_write_backward_kernel
 from .forward import coefficients_kernel, linear_states_kernel, outputs_kernel, states_kernel
-from .served import Shape, options, piece_of, precision_of, shape_of
+from .served import Rule, Shape, options, piece_of, precision_of, shape_of
 
 TOKENS = ("q", "k", "v", "theta", "eta", "alpha")
 
@@ -24,8 +25,10 @@ def state_names(depth: int, prefix: str = "") -> list[str]:
     return [f"{prefix}{letter}{layer}" for letter in "WS" for layer in range(1, depth + 1)]
 
 
-def _cap(max_surprise: float | None) -> float:
-    return math.inf if max_surprise is None else max_surprise
+def _numbers(rule: Rule) -> dict[str, float | int]:
+    """A rule's fields as the kernels take them."""
+    cap = math.inf if rule.max_surprise is None else rule.max_surprise
+    return dict(max_surprise=cap, hidden_step=rule.hidden_step, normalised=int(rule.normalised), DELTA=rule.delta)
 
 
 def run(kernel, grid: tuple[int, ...], shape: Shape, bound: dict) -> None:
@@ -45,12 +48,10 @@ class Piece:
         chunks: [B] chunks of each row, int32.
     """
 
-    def __init__(
-        self, starts: list[Tensor], tokens: dict[str, Tensor], chunks, max_surprise, first: int, precision: str
-    ):
+    def __init__(self, starts: list[Tensor], tokens: dict[str, Tensor], chunks, rule: Rule, first: int, precision: str):
         q = tokens["q"]
         self.B, self.H, N, C, _ = q.shape
-        self.depth, self.like = len(starts) // 2, starts[0]
+        self.depth, self.like, self.rule = len(starts) // 2, starts[0], rule
         self.shape = shape_of(starts[: self.depth], C)
         self.P = min(piece_of(self.B * self.H, self.shape), N - first)
         self.row = torch.arange(self.B, device=q.device)
@@ -63,7 +64,7 @@ class Piece:
             P=self.P,
             H=self.H,
             PRECISION=precision,
-            max_surprise=_cap(max_surprise),
+            **_numbers(rule),
         )
         if self.depth == 1:  # never dereferenced, but the arguments need a pointer
             second = ["W2", "S2", "pre", "hidden", "through", "error2", "scale2", "asking", "read"]
@@ -98,6 +99,9 @@ class Piece:
             self.allocate(pre=(P, C, F), hidden=(P, C, F), error2=(P, C, D), scale2=(P, C))
             self.allocate(through=(P, C, F) if keep else ())
         kernel = linear_states_kernel if self.shape.on_chip(self.bound["PRECISION"]) else states_kernel
+        if self.rule.delta:
+            self.allocate(key_overlap=(P, C, C), work=(P, C, C))
+            kernel = delta_states_kernel
         self.run(kernel, math.ceil(P / group), self.B * self.H, GROUP=group, KEEP=keep)
 
     def outputs(self, y: Tensor) -> None:
@@ -117,7 +121,9 @@ class Piece:
     def write_backward(self) -> None:
         P, C = self.P, self.shape.chunk
         self.allocate(d_to_M=(P, C), d_to_S=(P, C), d_end=(P, 3))
-        self.run(write_backward_kernel, self.B * self.H)
+        if self.rule.delta:
+            self.allocate(d_direct=(P, C, self.shape.width), from_x=(P, C))
+        self.run(delta_write_backward_kernel if self.rule.delta else write_backward_kernel, self.B * self.H)
 
     def gates_backward(self) -> None:
         self.run(gates_backward_kernel, self.P, self.B * self.H)
@@ -141,12 +147,12 @@ def on_their_device(fn):
 
 
 @on_their_device
-def forward(starts: list[Tensor], tokens, chunks: Tensor, max_surprise, keep: bool) -> list[Tensor]:
+def forward(starts: list[Tensor], tokens, chunks: Tensor, rule: Rule, keep: bool) -> list[Tensor]:
     """Outputs, end states and, if `keep`, the states at the start of every `GROUP`-th chunk for the backward."""
     dtype, precision, tokens = tokens[0].dtype, precision_of(tokens[0]), _by_name(tokens)
     N, y, kept, first = tokens["q"].shape[2], torch.empty_like(tokens["q"]), [], 0
     while first < N:
-        piece = Piece(starts, tokens, chunks, max_surprise, first, precision)
+        piece = Piece(starts, tokens, chunks, rule, first, precision)
         states = piece.allocate_states()
         for state, start in zip(states, starts, strict=True):
             state[:, :, 0] = start
@@ -162,7 +168,7 @@ def forward(starts: list[Tensor], tokens, chunks: Tensor, max_surprise, keep: bo
 
 
 @on_their_device
-def backward(dy: Tensor, d_ends: list[Tensor], checkpoints: list[Tensor], tokens, chunks, max_surprise) -> list[Tensor]:
+def backward(dy: Tensor, d_ends: list[Tensor], checkpoints: list[Tensor], tokens, chunks, rule: Rule) -> list[Tensor]:
     """Gradients of the start states, then of tokens and gates."""
     dtypes, precision = [x.dtype for x in tokens], precision_of(tokens[0])
     tokens, dy = _by_name(tokens), dy.float().contiguous()
@@ -172,7 +178,7 @@ def backward(dy: Tensor, d_ends: list[Tensor], checkpoints: list[Tensor], tokens
     for first in reversed(range(0, dy.shape[2], size)):
         groups = slice(first // served.GROUP, (first + size) // served.GROUP)
         starts = [x[:, :, groups] for x in checkpoints]
-        piece = Piece([x[:, :, 0] for x in starts], tokens, chunks, max_surprise, first, precision)
+        piece = Piece([x[:, :, 0] for x in starts], tokens, chunks, rule, first, precision)
         piece.bound |= gradients
         for state, start in zip(piece.allocate_states(), starts, strict=True):
             state[:, :, : piece.P : served.GROUP] = start
@@ -191,7 +197,7 @@ def backward(dy: Tensor, d_ends: list[Tensor], checkpoints: list[Tensor], tokens
 
 
 @on_their_device
-def token(state, gates, length: Tensor, tokens, counts: Tensor, max_surprise) -> list[Tensor]:
+def token(state, gates, length: Tensor, tokens, counts: Tensor, rule: Rule) -> list[Tensor]:
     """The output of one token of every row, then the next length, gates and state in the order of the arguments."""
     depth = len(state) // 4
     layers = range(1, depth + 1)
@@ -208,6 +214,6 @@ def token(state, gates, length: Tensor, tokens, counts: Tensor, max_surprise) ->
     bound = dict.fromkeys((*unused, *(f"next_{name}" for name in unused)), like) | old | new
     bound |= dict(zip(("new_theta", "new_eta", "new_alpha"), new_gates, strict=True))
     bound |= dict(q=q, k=k, v=v, y=y, counts=counts.contiguous(), fresh=like.new_empty(B, H, 2, shape.hidden))
-    bound |= dict(H=H, PRECISION=precision, max_surprise=_cap(max_surprise))
+    bound |= dict(H=H, PRECISION=precision, **_numbers(rule))
     run(token_kernel, (B * H,), shape, bound)
     return [y.to(dtype), *new.values()]

@@ -8,10 +8,24 @@ import torch
 from torch import Tensor
 
 from . import served
-from .served import refuse
+from .served import Rule, refuse
 
 
-def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | None, max_surprise: float | None):
+def scan_chunks(
+    weights,
+    momentum,
+    q,
+    k,
+    v,
+    theta,
+    eta,
+    alpha,
+    chunks: Tensor | None,
+    max_surprise: float | None,
+    normalised: bool = False,
+    hidden_step: float = 1.0,
+    delta: bool = False,
+):
     """Outputs, weights and momentum, as `titans_hf.memory_ops.scan_chunks` defines them."""
     refuse(weights, q, q.shape[-2])
     if chunks is None:
@@ -19,7 +33,15 @@ def scan_chunks(weights, momentum, q, k, v, theta, eta, alpha, chunks: Tensor | 
     inputs = (*weights, *momentum, q, k, v, theta, eta, alpha)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     y, *states = torch.ops.titans.scan_chunks(
-        list(weights), list(momentum), q, k, v, theta, eta, alpha, chunks.to(torch.int32), max_surprise, keep
+        list(weights),
+        list(momentum),
+        *(q, k, v, theta, eta, alpha),
+        chunks.to(torch.int32),
+        max_surprise,
+        normalised,
+        hidden_step,
+        delta,
+        keep,
     )
     depth = len(weights)
     return y, tuple(states[:depth]), tuple(states[depth : 2 * depth])
@@ -37,25 +59,30 @@ def _scan(
     alpha: Tensor,
     chunks: Tensor,
     max_surprise: float | None,
+    normalised: bool,
+    hidden_step: float,
+    delta: bool,
     keep: bool,
 ) -> list[Tensor]:
     """Outputs [B, H, N, C, D]; weights, then momentum of each layer after each row's last chunk; and, if `keep`, both
     at the start of every `GROUP`-th chunk, [B, H, ceil(N / GROUP), in, out]."""
     from . import launch
 
-    return launch.forward([*weights, *momentum], (q, k, v, theta, eta, alpha), chunks, max_surprise, keep)
+    rule = Rule(max_surprise, normalised, hidden_step, delta)
+    return launch.forward([*weights, *momentum], (q, k, v, theta, eta, alpha), chunks, rule, keep)
 
 
 @_scan.register_fake
-def _(weights, momentum, q, k, v, theta, eta, alpha, chunks, max_surprise, keep):
+def _(weights, momentum, q, k, v, theta, eta, alpha, chunks, max_surprise, normalised, hidden_step, delta, keep):
     states, groups = (*weights, *momentum), -(-q.shape[2] // served.GROUP)
     kept = [W.new_empty(*W.shape[:2], groups, *W.shape[2:]) if keep else W.new_empty(0) for W in states]
     return [torch.empty_like(q, memory_format=torch.contiguous_format), *(W.new_empty(W.shape) for W in states), *kept]
 
 
 def _save(ctx, inputs, output) -> None:
-    weights, _, *tokens, chunks, max_surprise, _ = inputs
-    ctx.depth, ctx.max_surprise = len(weights), max_surprise
+    weights, _, *inputs, _ = inputs
+    *tokens, chunks = inputs[:7]
+    ctx.depth, ctx.rule = len(weights), inputs[7:]
     ctx.set_materialize_grads(False)  # checkpoints have no gradient: do not allocate zeros for them
     ctx.save_for_backward(*tokens, chunks, *output[1 + 2 * ctx.depth :])
 
@@ -66,10 +93,10 @@ def _backward(ctx, gradients):
     shapes = zip(gradients, (q.shape, *ends), strict=False)
     dy, *d_ends = (checkpoints[0].new_zeros(shape) if g is None else g for g, shape in shapes)
     found = torch.ops.titans.scan_chunks_backward(
-        dy, d_ends, checkpoints, q, k, v, theta, eta, alpha, chunks, ctx.max_surprise
+        dy, d_ends, checkpoints, q, k, v, theta, eta, alpha, chunks, *ctx.rule
     )
     starts, tokens = found[: 2 * ctx.depth], found[2 * ctx.depth :]
-    return starts[: ctx.depth], starts[ctx.depth :], *tokens, None, None, None
+    return starts[: ctx.depth], starts[ctx.depth :], *tokens, None, *(None for _ in ctx.rule), None
 
 
 _scan.register_autograd(_backward, setup_context=_save)
@@ -88,15 +115,19 @@ def _scan_backward(
     alpha: Tensor,
     chunks: Tensor,
     max_surprise: float | None,
+    normalised: bool,
+    hidden_step: float,
+    delta: bool,
 ) -> list[Tensor]:
     """Gradients of the start state (weights, then momentum) and of q, k, v, theta, eta, alpha."""
     from . import launch
 
-    return launch.backward(dy, d_ends, checkpoints, (q, k, v, theta, eta, alpha), chunks, max_surprise)
+    rule = Rule(max_surprise, normalised, hidden_step, delta)
+    return launch.backward(dy, d_ends, checkpoints, (q, k, v, theta, eta, alpha), chunks, rule)
 
 
 @_scan_backward.register_fake
-def _(dy, d_ends, checkpoints, q, k, v, theta, eta, alpha, chunks, max_surprise):
+def _(dy, d_ends, checkpoints, q, k, v, theta, eta, alpha, chunks, max_surprise, normalised, hidden_step, delta):
     tokens = (q, k, v, theta, eta, alpha)
     contiguous = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tokens]
     return [*(x.new_empty(x.shape) for x in d_ends), *contiguous]

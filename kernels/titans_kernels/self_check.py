@@ -25,7 +25,8 @@ from . import extend, scan
 from .served import CHUNKS, EXPANSIONS, WIDTHS, Shape, precision_of
 
 B, H, N = 2, 3, 2
-CAP = 5.0  # exceeded by a third to a half of the gradients; none is so close that rounding moves it across
+CAP = 4.5  # exceeded by a third to a half of the gradients; none is so close that rounding moves it across
+FIELDS = dict(max_surprise=CAP, normalised=True, hidden_step=0.8)  # of the rule; plain numbers to the kernels
 TOLERANCE = {
     "ieee": 1e-4,
     "tf32": 1e-2,
@@ -58,6 +59,7 @@ class Case:
     dtype: torch.dtype  # of the tokens
     precision: str
     shape: Shape
+    delta: bool  # whether errors are taken in turn, by kernels of its own
 
     @property
     def tolerance(self) -> float:
@@ -65,13 +67,14 @@ class Case:
         return TOLERANCE[self.precision] + rounding
 
     def __str__(self) -> str:
-        return f"{self.shape}, tokens in {self.dtype}, {self.precision} products, on {self.device}"
+        how = "errors in turn, " if self.delta else ""
+        return f"{self.shape}, {how}tokens in {self.dtype}, {self.precision} products, on {self.device}"
 
 
 _results: dict[Case, bool] = {}
 
 
-def passes(weights, q: Tensor, chunk_size: int, scan_chunks, extend_chunk, State) -> bool:
+def passes(weights, q: Tensor, chunk_size: int, scan_chunks, extend_chunk, State, delta: bool = False) -> bool:
     """Whether the kernels agree with the torch form for tensors like these; a failure warns once.
 
     Under `torch.compile` the check runs during tracing, on tensors of its own, and the graph contains its result as a
@@ -82,11 +85,12 @@ def passes(weights, q: Tensor, chunk_size: int, scan_chunks, extend_chunk, State
         weights, q, chunk_size: memory and tokens, of which only device, dtype and sizes matter.
         scan_chunks, extend_chunk, State: the torch form (`titans_hf.memory_ops`). `State` takes the keywords weights,
             momentum, inputs, errors, gates and length.
+        delta: whether the rule is `DeltaRule`. Its other fields do not matter: any are the same kernels.
     """
     width, hidden = weights[0].shape[-2:]
     chunk, width = _constant(chunk_size, CHUNKS), _constant(width, WIDTHS)
     hidden = _constant(hidden, [width * times for times in EXPANSIONS])
-    return _passes(q.device, q.dtype, len(weights), chunk, width, hidden, scan_chunks, extend_chunk, State)
+    return _passes(q.device, q.dtype, len(weights), chunk, width, hidden, delta, scan_chunks, extend_chunk, State)
 
 
 def _constant(size: int, served) -> int:
@@ -98,13 +102,15 @@ def _constant(size: int, served) -> int:
 
 
 @torch.compiler.assume_constant_result
-def _passes(device, dtype, depth: int, chunk: int, width: int, hidden: int, scan_chunks, extend_chunk, State) -> bool:
+def _passes(
+    device, dtype, depth: int, chunk: int, width: int, hidden: int, delta: bool, scan_chunks, extend_chunk, State
+) -> bool:
     if os.environ.get("TITANS_KERNEL_CHECK") == "0":
         return True
     if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):
         return False
     precision = precision_of(SimpleNamespace(device=device, dtype=dtype))
-    case = Case(device, dtype, precision, Shape(depth, chunk, width, hidden))
+    case = Case(device, dtype, precision, Shape(depth, chunk, width, hidden), delta)
     if case not in _results:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
@@ -195,7 +201,7 @@ def _scan(form: Form, data: Data) -> dict[str, Tensor]:
     """Outputs and end state of N chunks, of which the second row has one fewer, and the gradients of all inputs."""
     weights, momentum, tokens = data.matrices(1.0), data.matrices(0.1), data.tokens(N, data.case.shape.chunk)
     chunks, inputs = data.rows(N, N - 1), [x.requires_grad_() for x in (*weights, *momentum, *tokens)]
-    y, weights, momentum = form.scan_chunks(weights, momentum, *tokens, chunks, CAP)
+    y, weights, momentum = form.scan_chunks(weights, momentum, *tokens, chunks, **FIELDS, delta=data.case.delta)
     absent = torch.arange(N, device=chunks.device) >= chunks[:, None]
     outputs = [y.masked_fill(absent[:, None, :, None, None], 0.0), *weights, *momentum]
     upstream = [data.place(data.normal(*x.shape[2:]), data.case.dtype).to(x.dtype) for x in outputs]
@@ -220,7 +226,8 @@ def _decode(form: Form, data: Data) -> dict[str, Tensor]:
     )
     tokens, found = data.tokens(2), {}
     for step, counts in enumerate((data.rows(1, 1), data.rows(1, 0))):
-        y, state = form.extend_chunk(state, *(x[:, :, step : step + 1] for x in tokens), counts, CAP)
+        token = [x[:, :, step : step + 1] for x in tokens]
+        y, state = form.extend_chunk(state, *token, counts, **FIELDS, delta=data.case.delta)
         found[f"decoded output {step + 1}"] = y.masked_fill((counts == 0)[:, None, None, None], 0.0)
     found["decoded length"] = state.length
     for name in ("weights", "momentum"):

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +17,21 @@ GROUP = 8  # chunks between two checkpoints that the forward saves for the backw
 ON_CHIP_WIDTH = {"tf32": 64, "ieee": 16}  # one layer up to this width stays in registers between chunks
 
 BLOCK = 32  # columns of a tile, and of the inner dimension in one step of a product
-BLOCKS = {"write_backward_kernel": 16, "token_kernel": 16}  # larger tiles would spill
+SMALL = ("write_backward_kernel", "delta_states_kernel", "delta_write_backward_kernel", "token_kernel")
+BLOCKS = dict.fromkeys(SMALL, 16)  # larger tiles would spill
 QUERIES = 32  # tokens of a chunk that one program of the outputs kernel reads
 STAGES = 1  # no pipelining of loads: the loops have one to four steps
-WARPS = {"coefficients_kernel": 1, "gates_backward_kernel": 1, "outputs_kernel": 4, "token_kernel": 4}
+WARPS = {"coefficients_kernel": 1, "gates_backward_kernel": 1, "outputs_kernel": 4}
 THREADS = 256  # of the other kernels: 8 warps on NVIDIA, 4 on AMD
+
+
+class Rule(NamedTuple):
+    """What the kernels know of a write: the fields of `titans_hf.memory_rule.Rule`, and whether it is `DeltaRule`."""
+
+    max_surprise: float | None
+    normalised: bool
+    hidden_step: float
+    delta: bool
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 def kernel(fn):
     """`triton.jit` that compiles once per set of constants, for any number of chunks and heads."""
-    return triton.jit(fn, do_not_specialize=["first", "N", "P", "H", "GROUP"])
+    return triton.jit(fn, do_not_specialize=["first", "N", "P", "H", "GROUP", "normalised"])
 
 
 @triton.jit
@@ -81,3 +81,16 @@ def cap(x_squared, error_squared, max_surprise):
     """The factor that limits the norm of each token's gradient to `max_surprise`; infinity means no limit."""
     squared = tl.maximum(x_squared * error_squared, 1e-37)
     return tl.minimum(max_surprise * tl.rsqrt(squared), 1.0)
+
+
+@triton.jit
+def step_share(x_squared, share, normalised):
+    """What a layer takes of its step: `share`, divided by the squared norm of its input if that exceeds 1."""
+    return share / tl.where(normalised, tl.maximum(x_squared, 1.0), 1.0)
+
+
+@triton.jit
+def scale_of(x_squared, error_squared, share, normalised, max_surprise):
+    """The factor on each token's gradient (`Rule.scale`): the layer's share of the step, then the cap on the norm."""
+    step = step_share(x_squared, share, normalised)
+    return step * cap(x_squared * step * step, error_squared, max_surprise)

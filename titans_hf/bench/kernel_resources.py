@@ -1,9 +1,10 @@
 """Compile every kernel that dispatch can choose, for GPUs that need not be present, and list the resources it uses.
 
 Each kernel is compiled for NVIDIA sm_80, sm_90 and sm_100 and AMD gfx942. The whole list goes to kernels/resources.csv,
-a summary into kernels/README.md. Needs triton and no GPU; TRITON_INTERPRET must not be set.
+a summary into kernels/README.md. Needs triton and no GPU; TRITON_INTERPRET must not be set. A row of the list names the
+sources of its kernel, so only what changed since is compiled again. The list may be interrupted: what is done is kept.
 
-    python scripts/bench/kernel_resources.py                     # all of it: about an hour of two cores
+    python scripts/bench/kernel_resources.py                     # what is missing; all of it: two hours of two cores
     python scripts/bench/kernel_resources.py --defaults --check  # the presets' memory: compile, compare with the list
 """
 
@@ -44,7 +45,7 @@ TARGETS = {
     "gfx942": (("hip", "gfx942", 64), 65_536),
 }
 PRECISIONS = ("tf32", "ieee")
-INTEGERS, FLOATS = ("first", "N", "P", "H", "GROUP"), ("max_surprise",)
+INTEGERS, FLOATS = ("first", "N", "P", "H", "GROUP", "normalised"), ("max_surprise", "hidden_step")
 POINTERS = {"chunks": "*i32", "counts": "*i64", "length": "*i64", "next_length": "*i64"}
 
 
@@ -70,18 +71,20 @@ class Resources:
 
 def kernels() -> dict:
     """Every kernel by its name."""
-    from titans_kernels import backward, decode, forward
+    from titans_kernels import backward, decode, delta, forward
 
-    modules = (forward, backward, decode)
+    modules = (forward, backward, delta, decode)
     return {name: value for module in modules for name, value in vars(module).items() if name.endswith("_kernel")}
 
 
 def used_by(shape, precision: str) -> list[tuple[str, dict]]:
     """The kernels that a memory of this shape launches, with their constants beyond the shape."""
     states = "linear_states_kernel" if shape.on_chip(precision) else "states_kernel"
-    both = [(name, dict(KEEP=keep)) for name in ("coefficients_kernel", states) for keep in (False, True)]
-    others = ("outputs", "read_backward", "write_backward", "gates_backward", "token")
-    return both + [(f"{name}_kernel", {}) for name in others]
+    names = ("coefficients_kernel", states, "delta_states_kernel")
+    found = [(name, dict(KEEP=keep)) for name in names for keep in (False, True)]
+    others = ("outputs", "read_backward", "write_backward", "delta_write_backward", "gates_backward")
+    found += [(f"{name}_kernel", {}) for name in others]
+    return found + [("token_kernel", dict(DELTA=delta)) for delta in (False, True)]
 
 
 def variants(shapes, targets) -> list[Variant]:
@@ -154,10 +157,31 @@ def code_of(source: str) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
-def digest() -> str:
-    """A hash of what decides the resources: the code of the kernels and the launch sizes."""
-    files = [PACKAGE / f"{name}.py" for name in ("tiles", "forward", "backward", "decode", "served")]
-    return hashlib.sha256("\n".join(code_of(file.read_text()) for file in files).encode()).hexdigest()[:16]
+def functions() -> dict[str, str]:
+    """The code of every function of the kernels, by its name."""
+    found = {}
+    for name in ("tiles", "forward", "backward", "delta", "decode"):
+        source = (PACKAGE / f"{name}.py").read_text()
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef):
+                if node.name in found:
+                    raise ValueError(f"two functions of the kernels are called {node.name}")
+                found[node.name] = code_of(ast.get_source_segment(source, node))
+    return found
+
+
+def digests() -> dict[str, str]:
+    """For every kernel a hash of its code and of all that it calls."""
+    code, found = functions(), {}
+    for kernel in (name for name in code if name.endswith("_kernel")):
+        used, todo = set(), [kernel]
+        while todo:
+            name = todo.pop()
+            if name not in used:
+                used.add(name)
+                todo += set(re.findall(r"\w+", code[name])) & code.keys()
+        found[kernel] = hashlib.sha256("\n".join(code[name] for name in sorted(used)).encode()).hexdigest()[:8]
+    return found
 
 
 def triton_version() -> str:
@@ -166,21 +190,41 @@ def triton_version() -> str:
     return triton.__version__
 
 
-COLUMNS = ["target", "kernel", "constants", "warps", "stages", *(field.name for field in fields(Resources))]
+SETTINGS = ["target", "kernel", "constants", "warps", "stages"]
+COLUMNS = [*SETTINGS, *(field.name for field in fields(Resources)), "sources"]
 
 
-def row_of(variant: Variant, found: Resources) -> dict:
+def row_of(variant: Variant, found: Resources, sources: str) -> dict:
     constants = " ".join(f"{name}={value}" for name, value in variant.constants)
     chosen = dict(variant.options)
     settings = (chosen["num_warps"], chosen["num_stages"])
-    values = (variant.target, variant.kernel, constants, *settings, *astuple(found))
+    values = (variant.target, variant.kernel, constants, *settings, *astuple(found), sources)
     return dict(zip(COLUMNS, map(str, values), strict=True))
 
 
-def compile_all(todo: list[Variant], workers: int) -> list[dict]:
+def key_of(row: dict) -> tuple:
+    return tuple(row[name] for name in SETTINGS)
+
+
+def compile_all(todo: list[Variant], workers: int):
+    """Yields the row of each variant."""
+    sources = digests()
     with ProcessPoolExecutor(workers) as pool:
-        found = list(tqdm(pool.map(compile_one, todo, chunksize=4), total=len(todo), desc="compiling", smoothing=0))
-    return [row_of(*pair) for pair in zip(todo, found, strict=True)]
+        found = tqdm(pool.map(compile_one, todo), total=len(todo), desc="compiling", smoothing=0)
+        for variant, resources in zip(todo, found, strict=True):
+            yield row_of(variant, resources, sources[variant.kernel])
+
+
+def wanted() -> dict[tuple, Variant]:
+    """Every variant by the key of its row."""
+    nothing = Resources(0, 0, 0, 0)
+    return {key_of(row_of(v, nothing, "")): v for v in variants(every_shape(), TARGETS)}
+
+
+def up_to_date(rows: list[dict]) -> list[dict]:
+    """The rows that these sources would give again, if the version of Triton is the same."""
+    sources, known = digests(), wanted()
+    return [row for row in rows if key_of(row) in known and row["sources"] == sources[row["kernel"]]]
 
 
 def problems(rows: list[dict]) -> list[str]:
@@ -196,15 +240,19 @@ def problems(rows: list[dict]) -> list[str]:
     return found
 
 
-def read_list() -> tuple[str, str, list[dict]]:
-    """The digest and the Triton version of the list, and its rows."""
+def read_list() -> tuple[str, list[dict]]:
+    """The Triton version of the list, and its rows."""
     with LIST.open(newline="") as file:
-        _, _, made_from, _, version = file.readline().split()
-        return made_from, version, list(csv.DictReader(file))
+        _, _, version = file.readline().split()
+        return version, list(csv.DictReader(file))
 
 
 def write_list(rows: list[dict]) -> None:
-    write_text(LIST, f"# sources {digest()} triton {triton_version()}\n" + csv_text(rows, COLUMNS))
+    """Write the list, in the order of `wanted`, and the README's section."""
+    order = {key: place for place, key in enumerate(wanted())}
+    rows = sorted(rows, key=lambda row: order[key_of(row)])
+    write_text(LIST, f"# triton {triton_version()}\n" + csv_text(rows, COLUMNS))
+    README.write_text(readme_with(rows, triton_version()))
 
 
 def default_shapes() -> list:
@@ -237,14 +285,16 @@ def table(rows: list[dict], shapes) -> str:
 def summary(rows: list[dict]) -> str:
     """Markdown: over all variants, target by target."""
     lines = [
-        "| target | variants | spilling | most registers | most shared memory | limit |",
-        "|---|---|---|---|---|---|",
+        "| target | variants | compiled | spilling | most registers | most shared memory | limit |",
+        "|---|---|---|---|---|---|---|",
     ]
+    wanted_by = [target for target, *_ in wanted()]
     for target, (_, limit) in TARGETS.items():
         mine = [row for row in rows if row["target"] == target]
         spilling = sum(int(row["spilled"]) > 0 for row in mine)
         registers, shared = (max(int(row[name]) for row in mine) for name in ("registers", "shared"))
-        lines.append(f"| {target} | {len(mine)} | {spilling} | {registers} | {shared:,} B | {limit:,} B |")
+        counts = f"{wanted_by.count(target)} | {len(mine)} | {spilling}"
+        lines.append(f"| {target} | {counts} | {registers} | {shared:,} B | {limit:,} B |")
     return "\n".join(lines)
 
 
@@ -253,7 +303,8 @@ def readme_with(rows: list[dict], version: str) -> str:
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     section = f"""
-Written by `python scripts/bench/kernel_resources.py` with triton {version}. All variants are in `resources.csv`:
+Written by `python scripts/bench/kernel_resources.py` with triton {version}. `resources.csv` has every variant that was
+compiled from the present sources:
 
 {summary(rows)}
 
@@ -267,15 +318,15 @@ The kernels of the presets' memory, per target: registers of a thread (r; on AMD
 
 def differences(compiled: list[dict]) -> list[str]:
     """Where the project's list or README differs from what these sources give."""
-    made_from, version, rows = read_list()
+    version, rows = read_list()
     found = problems(rows)
-    if made_from != digest():
+    current = {key_of(row) for row in up_to_date(rows)}
+    if len(current) < len(rows):
         found.append(f"{LIST.name} was made from other sources: run this script without --check")
-    names = ("target", "kernel", "constants")
-    listed = {tuple(row[name] for name in names) for row in rows}
-    wanted = {tuple(row_of(v, Resources(0, 0, 0, 0))[name] for name in names) for v in variants(every_shape(), TARGETS)}
-    found += [f"{LIST.name} lacks {missing}" for missing in sorted(wanted - listed)]
-    found += [f"{LIST.name} has {more}, which nothing launches" for more in sorted(listed - wanted)]
+    presets = {key_of(row_of(v, Resources(0, 0, 0, 0), "")) for v in variants(default_shapes(), TARGETS)}
+    found += [f"{LIST.name} lacks {missing}" for missing in sorted(presets - current)]
+    if len(current) < len(wanted()):
+        print(f"{LIST.name} has {len(current)} of {len(wanted())} variants", file=sys.stderr)
     if version != triton_version():
         print(f"the list is of triton {version}, this is {triton_version()}: numbers are not compared", file=sys.stderr)
     else:
@@ -295,15 +346,23 @@ def main() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: kernels cannot be compiled in this process")
     todo = variants(default_shapes() if arguments.defaults else every_shape(), arguments.targets)
-    rows = compile_all(todo, arguments.workers)
-    found = problems(rows) + (differences(rows) if arguments.check else [])
+    if arguments.check:
+        rows = list(compile_all(todo, arguments.workers))
+        found = problems(rows) + differences(rows)
+        for problem in found:
+            print(problem, file=sys.stderr)
+        sys.exit(bool(found))
+    version, rows = read_list()
+    rows = up_to_date(rows) if version == triton_version() else []
+    done = {key_of(row) for row in rows}
+    asked = set(todo)
+    todo = [v for key, v in wanted().items() if v in asked and key not in done]
+    try:
+        for row in compile_all(todo, arguments.workers):
+            rows.append(row)
+    finally:
+        write_list(rows)
+    found = problems(rows)
     for problem in found:
         print(problem, file=sys.stderr)
-    if arguments.check:
-        sys.exit(bool(found))
-    if arguments.defaults or set(arguments.targets) != set(TARGETS):
-        print(f"{len(rows)} compiled; the list is only written for all shapes and targets")
-        return
-    write_list(rows)
-    README.write_text(readme_with(rows, triton_version()))
-    print(f"{len(rows)} compiled, {len(found)} with problems; wrote {LIST.name} and {README.name}")
+    print(f"{len(todo)} compiled, {len(found)} with problems; wrote {LIST.name} and {README.name}")

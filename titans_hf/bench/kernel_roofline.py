@@ -94,6 +94,50 @@ def backward_work(shape: Shape) -> list[Work]:
     return [entry, coefficients, states, read, write, gates]
 
 
+def delta_states_work(shape: Shape) -> Work:
+    C, D, F = shape.chunk, shape.width, shape.hidden
+    plain = next(work for work in forward_work(shape) if work.kernel == "states_kernel")
+    states = Work("delta_states_kernel", True, memory=plain.memory + 3 * C * C, cached=2 * 4 * D * F)
+    block = shape.constants(states.kernel)["BF"]
+    for columns, inner in ((F, D), (C, F), (D, F), (D, F), (C, D), (F, D), (F, D), (F, C)):
+        states.product(C, columns, inner, block)
+    for wide, high in ((F, D), (D, F)):
+        states.update(wide, high, C, block)
+    return in_turn(states, C, D)
+
+
+def delta_write_backward_work(shape: Shape) -> Work:
+    C, D, F = shape.chunk, shape.width, shape.hidden
+    plain = next(work for work in backward_work(shape) if work.kernel == "write_backward_kernel")
+    write = Work("delta_write_backward_kernel", True, memory=plain.memory + 7 * C * C + 2 * C * D, cached=2 * 4 * D * F)
+    block = shape.constants(write.kernel)["BF"]
+    for wide, high in ((F, D), (D, F)):
+        for columns, inner in ((wide, high), (wide, high), (high, wide), (high, wide)):
+            write.product(C, columns, inner, block)
+    hidden_errors = ((C, F), (C, D), (D, F), (D, F), (D, C), (D, C))
+    answers = ((C, D), (F, D), (F, D), (F, C), (F, C), (F, C), (D, F))
+    for columns, inner in hidden_errors + answers:
+        write.product(C, columns, inner, block)
+    for wide, high, products in ((D, F, 1), (F, D, 4)):
+        write.macs += products * C * wide * high
+        write.cached += products * (C * high * math.ceil(wide / block) + C * wide * math.ceil(high / block))
+    return in_turn(write, C, D)
+
+
+def in_turn(work: Work, C: int, D: int) -> Work:
+    """With a substitution, which reads the rows before each row."""
+    work.macs += C * C * D // 2
+    work.cached += C * C * D // 2
+    return work
+
+
+def by_delta(works: list[Work], other: Work) -> list[Work]:
+    """The kernels of a pass, one of them replaced by the one that errors in turn need."""
+    backward = any(work.kernel == "write_backward_kernel" for work in works)
+    replaced = "write_backward_kernel" if backward else "states_kernel"
+    return [other if work.kernel == replaced else work for work in works]
+
+
 def seconds(work: Work, gpu: GPU, rows: int, chunks: int, rate: float) -> tuple[float, str]:
     """The shortest time for all rows and chunks, and what limits it."""
     busy = min(rows, gpu.processors) if work.sequential else gpu.processors
@@ -143,6 +187,12 @@ def section() -> str:
     C, D, F = shape.chunk, shape.width, shape.hidden
     heads, chunks, state = config.memory_num_heads, TOKENS // C, 4 * D * F * FLOAT
     forward, backward = forward_work(shape), backward_work(shape)
+    states, write = delta_states_work(shape), delta_write_backward_work(shape)
+    states_again = Work(states.kernel, False, states.macs, states.memory + C * F, states.cached)
+    delta_forward = by_delta(forward, states)
+    delta_backward = [states_again if x.kernel == "states_kernel" else x for x in by_delta(backward, write)]
+    passes = {"forward": forward, "forward, by delta": delta_forward}
+    passes |= {"backward": backward, "backward, by delta": delta_backward}
     moved = sum(work.memory for work in forward) * FLOAT / C
     token_scan, materialised = 2 * state, 6 * (state // 2)
     factors = C * (2 * D + 2 * F + 3) * FLOAT
@@ -160,6 +210,10 @@ and backward:
 
 {kernel_table(backward, C)}
 
+By delta two kernels differ, one in each pass:
+
+{kernel_table([states, write], C)}
+
 "Memory" counts every tensor once for each kernel that uses it; "L2" counts the repeated reads of the products' tiles.
 
 On-chip memory: a step of a product in `states_kernel` holds {tiles:,} bytes of tiles (left {C} x {block}, right
@@ -169,7 +223,9 @@ products would not fit beside it. So the state stays in L2, whose bandwidth limi
 
 The best possible time of one layer, batch {BATCH}, {TOKENS:,} tokens ({BATCH * heads} programs per sequential kernel):
 
-{time_table({"forward": forward, "backward": backward}, BATCH * heads, chunks)}
+{time_table(passes, BATCH * heads, chunks)}
+
+By delta these bounds leave out that the substitutions are serial: C steps with two barriers for each chunk and pass.
 
 The same forward computed in other ways, in bytes of memory traffic per token and head:
 

@@ -15,12 +15,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from ..memory_ops import MemoryState, neural_memory
+from ..memory_rule import RULES
 from ..records.files import plots, write_csv, write_record
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,6 +37,7 @@ class Sizes:
     expansion: int
     depth: int
     chunk: int
+    write: str = "chunk"  # the rule, as in `memory_write`
 
     def inputs(self, tokens: int, device: str):
         """Leaves that require gradients: tokens and gates, start weights."""
@@ -52,9 +55,8 @@ class Sizes:
 def ours(sizes: Sizes, backend: str) -> Callable:
     def read(q, k, v, theta, eta, alpha, *weights):
         state = MemoryState(weights, tuple(torch.zeros_like(W) for W in weights))
-        y, _ = neural_memory(
-            q, k, v, theta, eta, alpha, state, chunk_size=sizes.chunk, max_surprise=10.0, backend=backend
-        )
+        rule = RULES[sizes.write](10.0)
+        y, _ = neural_memory(q, k, v, theta, eta, alpha, state, chunk_size=sizes.chunk, rule=rule, backend=backend)
         return y
 
     return read
@@ -114,9 +116,8 @@ def ragged_disagreement(sizes: Sizes, device: str) -> float:
     mask = torch.arange(5 * sizes.chunk, device=device) < lengths[:, None]
     for backend in ("triton", "torch"):
         state = MemoryState(tuple(inputs[6:]), tuple(torch.zeros_like(W) for W in inputs[6:]))
-        y, after = neural_memory(
-            *inputs[:6], state, chunk_size=sizes.chunk, max_surprise=1.0, mask=mask, backend=backend
-        )
+        rule = RULES[sizes.write](1.0)
+        y, after = neural_memory(*inputs[:6], state, chunk_size=sizes.chunk, rule=rule, mask=mask, backend=backend)
         outputs = [y, *after.current()[0], *after.current()[1]]
         found.append([*outputs, *torch.autograd.grad(sum(x.square().sum() for x in outputs), inputs)])
     return distance(*found)
@@ -131,7 +132,11 @@ def decoding_disagreement(sizes: Sizes, device: str) -> float:
         state, outputs = MemoryState(tuple(weights), tuple(torch.zeros_like(W) for W in weights)), []
         for t in range(sizes.chunk + 5):
             y, state = neural_memory(
-                *(x[:, t : t + 1] for x in tokens), state, chunk_size=sizes.chunk, max_surprise=1.0, backend=backend
+                *(x[:, t : t + 1] for x in tokens),
+                state,
+                chunk_size=sizes.chunk,
+                rule=RULES[sizes.write](1.0),
+                backend=backend,
             )
             outputs.append(y)
         found.append([torch.cat(outputs, 1), *state.current()[0], *state.current()[1]])
@@ -139,13 +144,13 @@ def decoding_disagreement(sizes: Sizes, device: str) -> float:
 
 
 def verify(sizes: Sizes, device: str, tolerance: float) -> None:
-    """Every kernel against the torch form, for both depths, several times: a race does not show each time."""
-    for depth in tqdm((1, 2), desc="comparing"):
+    """Every kernel against the torch form, for both depths and rules, several times: a race does not show each time."""
+    for depth, write in tqdm([*product((1, 2), RULES)], desc="comparing"):
         for repeat in range(3 if device == "cuda" else 1):
             for check in (ragged_disagreement, decoding_disagreement):
-                off = check(replace(sizes, depth=depth), device)
+                off = check(replace(sizes, depth=depth, write=write), device)
                 if not off <= tolerance:
-                    what = f"{check.__name__.split('_')[0]}, depth {depth}, run {repeat}"
+                    what = f"{check.__name__.split('_')[0]}, depth {depth}, by {write}, run {repeat}"
                     sys.exit(
                         f"triton and torch disagree by {off:.1e} ({what}; allowed {tolerance:.0e}): nothing is timed"
                     )
@@ -223,15 +228,16 @@ def main() -> None:
     parser.add_argument("--expansion", type=int, default=2)
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--chunk", type=int, default=64)
+    parser.add_argument("--write", default="chunk", choices=RULES, help="the rule, as in memory_write")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--precision", default="high", choices=TOLERANCE, help="torch.set_float32_matmul_precision")
     parser.add_argument("--record", type=Path, default=Path("runs/bench_kernels"))
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision(arguments.precision)
-    names = ("batch", "heads", "width", "expansion", "depth", "chunk")
+    names = ("batch", "heads", "width", "expansion", "depth", "chunk", "write")
     sizes, lengths = Sizes(**{name: getattr(arguments, name) for name in names}), arguments.tokens
     if arguments.device == "cpu":  # the interpreter is a thousand times slower: the script runs, its times mean nothing
-        sizes, lengths, arguments.repeats = Sizes(1, 2, 16, sizes.expansion, sizes.depth, 16), [24, 48], 1
+        sizes, lengths, arguments.repeats = Sizes(1, 2, 16, sizes.expansion, sizes.depth, 16, sizes.write), [24, 48], 1
     tolerance = TOLERANCE[arguments.precision]
     rows = measure(sizes, lengths or [1024, 4096, 16384], arguments.repeats, arguments.device, tolerance)
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU, Triton interpreted"

@@ -115,8 +115,6 @@ def _chosen(config: "TitansConfig", layer: "TitansCacheLayer", device: "torch.de
         return TORCH, "no CUDA device"
     if layer.carry.memory.start is not None:
         return TORCH, "the kernels forget towards zero, and memory_forget_to='start'"
-    if config.memory_write != "chunk":
-        return TORCH, f"the kernels take gradients at the start of a chunk, and memory_write={config.memory_write!r}"
     try:
         from titans_kernels import refusal
     except ImportError as error:
