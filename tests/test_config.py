@@ -170,7 +170,7 @@ def test_a_fresh_model_starts_where_its_docstrings_say():
     theta, eta, alpha = memory.write_gates(torch.randn(1, 1, 14)).unbind(2)
     assert torch.allclose(eta, torch.tensor(0.0999))
     assert torch.allclose(theta / (1 - eta), torch.tensor(0.25)), "half of what replaces a value"
-    assert torch.allclose(alpha, torch.tensor([0.3, (0.3 * 0.001) ** 0.5, 0.001])), "in equal ratios over the heads"
+    assert torch.allclose(alpha, torch.tensor([0.05, 0.005, 0.0005])), "in equal ratios over the heads"
     first, last = memory.start.weights
     assert 0.4 < first.std() < 0.6
     assert (last == 0).all()

@@ -137,7 +137,7 @@ class TitansConfig(PreTrainedConfig):
         if self.memory_theta_max is None and self.memory_chunk_size > 0:
             self.memory_theta_max = 0.5 if self.memory_write == "delta" else 1 / (4 * self.memory_chunk_size)
         if self.memory_alpha_start is None:
-            self.memory_alpha_start = [0.3, 0.001]
+            self.memory_alpha_start = [0.05, 0.0005]
         if self.embedding_initializer_range is None and self.hidden_size > 0:
             self.embedding_initializer_range = self.hidden_size**-0.5
         if self.head_dim is None and self.num_attention_heads > 0:

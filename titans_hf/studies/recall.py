@@ -21,6 +21,7 @@ from ..records.files import plots, write_record
 from ..train.small_titans import small_titans
 
 FILLER = 16
+TOKENS_AT_A_TIME = 2**16  # of a test: fewer rows at longer gaps
 
 
 def sample_batch(
@@ -60,8 +61,9 @@ def accuracy(model: TitansForCausalLM, args: argparse.Namespace, read_only: bool
     generator = torch.Generator().manual_seed(10_000 + gap)
     hits = asked = 0
     model.eval()
+    rows = max(2, min(64, TOKENS_AT_A_TIME // gap))
     for _ in range(batches):
-        ids, labels = sample_batch(args, 64, gap, generator)
+        ids, labels = sample_batch(args, rows, gap, generator)
         guesses = model(ids, memory_read_only=read_only).logits[:, :-1].argmax(-1)
         wanted = labels[:, 1:]
         hits += (guesses == wanted).sum().item()
@@ -89,7 +91,7 @@ def train(args: argparse.Namespace, read_only: bool) -> dict:
         if step % 20 == 19 or step == args.steps - 1:
             curve.append({"step": step + 1, "loss": loss.item()})
             bar.set_postfix(loss=f"{loss.item():.3f}")
-    gaps = [args.gap * factor for factor in (1, 4, 16)]
+    gaps = [args.gap * factor for factor in args.factors]
     return {
         "memory": "read only" if read_only else "written",
         "parameters": model.num_parameters(),
@@ -132,6 +134,9 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--symbols", type=int, default=32, help="different keys, and different values")
     parser.add_argument("--gap", type=int, default=32)
+    parser.add_argument(
+        "--factors", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="gaps to test at, in units of --gap"
+    )
     parser.add_argument("--window", type=int, default=16, help="attention window, and segment of mac")
     parser.add_argument("--chunk", type=int, default=16)
     parser.add_argument("--hidden-size", type=int, default=64)
