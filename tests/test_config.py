@@ -176,6 +176,11 @@ def test_a_fresh_model_starts_where_its_docstrings_say():
     assert (last == 0).all()
 
 
+def test_a_single_head_starts_by_keeping_a_text():
+    gates = TitansForCausalLM(tiny_config("mag", memory_num_heads=1)).model.layers[0].mixer.memory.write_gates
+    assert torch.allclose(gates(torch.randn(1, 1, 14))[0, 0, 2], torch.tensor([0.0005]))
+
+
 @pytest.mark.parametrize("width", [32, 96])
 def test_a_fresh_model_of_any_width_says_little_and_starts_with_its_tokens(width):
     """Embeddings of length near 1 lead the residual stream; memory and attention enter it quietly."""

@@ -86,7 +86,8 @@ class WriteGates(nn.Module):
     """The step size theta, the momentum decay eta and the forget gate alpha of every token, per head.
 
     Theta is a share of `memory_theta_max * (1 - eta)`. The momentum is then a weighted mean of past gradients: no token
-    moves the memory by more than `memory_theta_max` times the largest of them. All gradients of a chunk are taken at
+    moves the memory by more than `memory_theta_max` times the largest of them. With `memory_write="delta"` a step of
+    1/2 replaces the value of a key, and equal keys do not overshoot. With "chunk" all gradients of a chunk are taken at
     the same weights. If its keys are alike, as those of ordinary text are, they overshoot together once
     `2 theta / (1 - eta)` times the chunk's length exceeds 2. At a steady eta and up to `1 / chunk` a linear memory does
     not overshoot; a deep one is steeper by the square of what it has learned, hence a quarter of that by default. Where
@@ -94,7 +95,7 @@ class WriteGates(nn.Module):
 
     The weights start at zero, so at first every token is written alike. `memory_theta_start` and `memory_eta_start` are
     shares of the maximum. Alpha starts from the first of `memory_alpha_start` in the first head to the second in the
-    last, in equal ratios: heads that keep a few words, and heads that keep a text.
+    last, in equal ratios: heads that keep a few words, and heads that keep a text. A single head starts as the last.
     """
 
     def __init__(self, config: TitansConfig):
@@ -108,7 +109,8 @@ class WriteGates(nn.Module):
         H = self.proj.out_features // 3
         theta, eta, *alphas = torch.tensor(self.starts, dtype=torch.float64)
         first, last = torch.stack(alphas).log10().tolist()
-        return torch.cat((theta.expand(H), eta.expand(H), torch.logspace(first, last, H, dtype=torch.float64))).logit()
+        alpha = torch.logspace(last, first, H, dtype=torch.float64).flip(0)
+        return torch.cat((theta.expand(H), eta.expand(H), alpha)).logit()
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, hidden] to `(theta, eta, alpha)` stacked as [B, T, 3, H]."""
