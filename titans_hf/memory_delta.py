@@ -104,6 +104,7 @@ class DeltaUpdates(Updates):
     def hidden_error_backward(self, n: int, i: int, dU: Tensor) -> None:
         if i + 2 < len(self.weights):
             return super().hidden_error_backward(n, i, dU)
+        # U = decay D W^T + drift D S^T - step (D G^T) X, the weights that each token finds
         (step, decay, drift), (S,), (G,) = self.before[n], self.S[n], self.G[n]
         D, X = self.D[n][-1], self.X[n][-1]
         by_decay, by_drift, towards = dU * decay, dU * drift, torch.bmm(dU, X.mT)
@@ -119,6 +120,7 @@ class DeltaUpdates(Updates):
     def last_error_backward(self, n: int) -> None:
         (step, decay, drift), (S,), (G,), (share,) = self.before[n], self.S[n], self.G[n], self.share[n]
         X, dX, W, dD = self.X[n][-1], self.dX_of[n][-1], self.W[n][-1], self.dD_of[n][-1]
+        # the transposed system; dD becomes the gradient of `decay X W + drift X S - V - share G`
         dD.copy_(torch.linalg.solve_triangular(self.system[n][0].mT, dD, upper=True, unitriangular=True)).mul_(2)
         self._scale_backward(n, torch.bmm(share.mT, dD).neg_(), to_errors=False)
         d_overlap = torch.bmm(dD, G.mT).mul_(step)
