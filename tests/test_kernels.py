@@ -279,17 +279,16 @@ def test_decoding_changes_nothing_in_place():
 
 def small_model(variant: str, implementation: str, **fields):
     sizes = dict(hidden_size=32, head_dim=16, memory_chunk_size=16, segment_size=32, sliding_window=16)
-    return tiny_model(
-        variant, torch.float32, num_hidden_layers=1, memory_implementation=implementation, **sizes, **fields
-    )
+    served = dict(num_hidden_layers=1, memory_forget_to="zero", memory_implementation=implementation)
+    return tiny_model(variant, torch.float32, **sizes, **served, **fields)
 
 
-BY_DELTA = dict(memory_write="delta", memory_step="normalised", memory_hidden_step=0.3, memory_theta_max=0.5)
+PLAIN = dict(memory_write="chunk", memory_step="plain", memory_hidden_step=1.0)
 
 
 @pytest.mark.parametrize(
     "variant, fields",
-    [("mac", BY_DELTA), *(pytest.param(variant, {}, marks=slow) for variant in ("mac", "mag", "mal", "lmm"))],
+    [("mac", {}), *(pytest.param(variant, PLAIN, marks=slow) for variant in ("mac", "mag", "mal", "lmm"))],
 )
 def test_a_model_computes_and_trains_the_same_with_kernels(variant, fields):
     ids, found = random_ids(2, 39), []

@@ -251,11 +251,11 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser.add_argument("--record", type=Path, help="write <record>.json and <record>.png")
     args = parser.parse_args(argv)
     args.models, args.tokens = args.models.split(","), int(args.tokens)
+    args.fields = read_fields(parser, args)
     if args.tokens < ROW:
         parser.error(f"--tokens must be {ROW} or more, a row of training")
     if not (args.text / "novels.jsonl").is_file():
         parser.error(f"--text: {args.text / 'novels.jsonl'} is not there; make it with scripts/train/small_text.py")
-    args.fields = read_fields(parser, args)
 
     found = study(args)
     rows = [row(one) for one in found]
