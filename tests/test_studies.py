@@ -56,7 +56,7 @@ def test_alike_keys_and_common_answers_are_seen():
     assert probe.dead_heads(answers, torch.ones(3, 4, 5)) == 1
 
 
-def test_a_memory_that_writes_whole_values_is_not_surprised_the_second_time():
+def test_a_memory_that_writes_whole_values_is_not_surprised_the_second_time(tmp_path):
     """A linear memory by delta that forgets nothing, wide enough for the text, against one that hardly writes."""
     found = {}
     for share in (1 - 1e-6, 1e-6):
@@ -73,6 +73,8 @@ def test_a_memory_that_writes_whole_values_is_not_surprised_the_second_time():
     assert kept.layers[0].dead_heads == 0
     assert len(kept.surprise) == 2 * 19
     assert "second pass" in probe.in_words(kept)
+    probe.draw(kept, tmp_path / "probe.png")
+    assert (tmp_path / "probe.png").stat().st_size > 10_000
 
 
 def test_a_text_that_is_too_short_to_probe_is_refused():

@@ -202,6 +202,8 @@ def draw(found: Probe, path: Path) -> None:
     right.plot(ends, found.loss, "o-", label="memory on")
     right.plot(ends, found.loss_off, "o-", color="tab:gray", label="never written")
     right.set(xscale="log", xlabel="place in the text", ylabel="nats per token", title="loss by place")
+    right.set_xticks(ends, map(str, ends))
+    right.set_xticks([], minor=True)
     right.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
