@@ -181,7 +181,7 @@ class TitansConfig(PreTrainedConfig):
     def preset(cls, name: str, as_printed: bool = False, **overrides) -> "TitansConfig":
         """The configuration named `titans-{mac,mag,mal,lmm}-{170m,340m,400m,760m}`, with any field overridden.
 
-        With `as_printed` the memory follows the paper's equations to the symbol: all gradients of a chunk at its start,
+        With `as_printed` the memory is written by the paper's rule: all gradients of a chunk at its start,
         in every layer alike, without a cap, forgetting towards zero.
         """
         if name not in PRESETS:
