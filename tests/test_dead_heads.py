@@ -94,7 +94,7 @@ def test_no_gradient_of_training_reaches_it(collapsed):
 
 @torch.no_grad()
 def test_forgetting_towards_the_start_keeps_every_head_alive():
-    """The same stream and gates: what a chunk forgets of the start is added back at its end."""
+    """The same stream and gates: what is forgotten of the start comes back with every token."""
     start = start_state("start")
     y, state = write(random_tokens(8000), gates(8000), start)
     assert (largest(state.current()[0]) > 0.3 * largest(start.weights)).all()

@@ -68,13 +68,13 @@ def test_chunk_form_equals_token_loop(depth, chunk, dtype, data):
 
 
 def test_towards_its_start_a_memory_forgets_what_it_has_learned_since():
-    """On the grid, `M = start + L` where `L_t = (1 - alpha_t) L_(t-1) + S_t`; by a loop that knows no other form."""
-    tokens, state = memory_inputs(T=12, depth=2)
+    """`M = start + L` where `L_t = (1 - alpha_t) L_(t-1) + S_t`, at any token; by a loop that knows no other form."""
+    tokens, state = memory_inputs(T=14, depth=2)
     state = replace(state, start=tuple(torch.roll(W, 1, dims=2) for W in state.weights))
     k, v, theta, eta, alpha = (x.transpose(1, 2) for x in tokens[1:])
     learned = [W - own for W, own in zip(state.weights, state.start, strict=True)]
     momentum = list(state.momentum)
-    for t in range(12):
+    for t in range(14):
         if t % 4 == 0:
             boundary = tuple(own + L for own, L in zip(state.start, learned, strict=True))
         inputs, errors = gradient_factors(Rule(), boundary, k[:, :, t, None], v[:, :, t, None])
@@ -83,7 +83,7 @@ def test_towards_its_start_a_memory_forgets_what_it_has_learned_since():
             momentum[i] = keep_S * momentum[i] - step * (a.mT @ g)
             learned[i] = keep_L * learned[i] + momentum[i]
     _, end = neural_memory(*tokens, state, chunk_size=4)
-    for W, own, L in zip(end.weights, state.start, learned, strict=True):
+    for W, own, L in zip(end.current()[0], state.start, learned, strict=True):
         assert_close(W, own + L, 1e-12)
 
 

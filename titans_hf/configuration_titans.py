@@ -62,8 +62,8 @@ class TitansConfig(PreTrainedConfig):
         memory_gates: "token" (gates per token) or "chunk" (gates of a chunk from its first token, Section 3.2).
         memory_momentum, memory_forget, memory_conv: switches for the ablations of Table 5.
         memory_forget_to: where the forget gate leads. "zero" is the paper as printed. "start" is the memory before a
-            row's first token: at the end of each chunk the weights get back what the chunk has forgotten of it, so that
-            what training has learned does not fade in longer texts. The kernels serve "zero" only.
+            row's first token, `M_t = (1 - alpha) M_(t-1) + alpha start + S_t`: what fades is what was written since, and
+            not what training has learned. The kernels serve "zero" only.
         memory_conv_width: taps of the causal depthwise convolution on the memory's queries, keys and values.
         memory_implementation: "torch" (the chunk form), "triton" (its kernels, on GPUs), "auto" (the kernels where they
             are installed and serve the tensors, else torch) or "recurrent" (the token loop, for checks).

@@ -4,6 +4,9 @@
 each chunk from its start state instead of keeping a graph. Only the state depends on the chunk before: the reads of
 several chunks, and in the backward everything but the gradient of the state, are computed together.
 
+Where forgetting leads to a `start`, what is carried from chunk to chunk is the difference from it, `M - start`: it
+fades like a memory that forgets towards zero, and every layer answers with its `start` besides.
+
 Axis letters: B batch, H heads, N chunks, C tokens of a chunk, K chunks of a piece; G = B H sequences, or K B H where a
 piece's chunks are computed together. Weights are [G, in, out].
 """
@@ -54,12 +57,15 @@ class _Scan(torch.autograd.Function):
 def scan(rule: Rule, weights, momentum, start, tokens, chunks: Tensor | None):
     """Read whole chunks from a boundary; arguments and results as in `memory_ops.scan`."""
     depth, start = len(weights), list(start or ())
+    if start:
+        weights = [W - own for W, own in zip(weights, start, strict=True)]
     inputs = (*tokens, *weights, *momentum, *start)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         y, *end = _Scan.apply(rule, chunks, depth, *inputs)
     else:
         y, end = _forward(rule, chunks, depth, tokens, [*weights, *momentum], start)
-    return y, tuple(end[:depth]), tuple(end[depth:])
+    weights = [W + own for W, own in zip(end, start)] if start else end[:depth]
+    return y, tuple(weights), tuple(end[depth:])
 
 
 def _pieces(N: int, sequences: int) -> list[range]:
@@ -110,10 +116,12 @@ class _Chunks(NamedTuple):
         gates = map(Gates._make, zip(*(x.chunk(K) for x in self.gates)))
         return map(_Chunks, self.k.chunk(K), self.v.chunk(K), gates, before)
 
-    def write(self, rule: Rule, weights, momentum) -> Write:
+    def write(self, rule: Rule, weights, momentum, start) -> Write:
+        full = [W + own for W, own in zip(weights, start, strict=True)] if start else weights
         if self.before is None:
-            return Write(rule, weights, self.k, self.v)
-        return DeltaWrite(rule, weights, momentum, self.k, self.v, self.before)
+            return Write(rule, full, self.k, self.v)
+        memory = [*full[:-1], weights[-1]], momentum[-1], start[-1] if start else None
+        return DeltaWrite(rule, *memory, self.k, self.v, self.before)
 
 
 def _forward(rule: Rule, chunks, depth: int, tokens, state: list[Tensor], start, starts: list | None = None):
@@ -128,15 +136,21 @@ def _forward(rule: Rule, chunks, depth: int, tokens, state: list[Tensor], start,
         for n, chunk in enumerate(_Chunks.of(rule, k, v, gates).each(len(piece))):
             befores.append(state)
             weights, momentum = state[:depth], state[depth:]
-            writes.append(chunk.write(rule, weights, momentum))
-            after = writes[-1].after(weights, momentum, start, chunk.gates)
+            writes.append(chunk.write(rule, weights, momentum, start))
+            after = writes[-1].after(weights, momentum, chunk.gates)
             state = _select(None if more is None else more[n], after, state)
         before = [joined(xs) for xs in zip(*befores, strict=True)]
         X, D, steps = _joined_writes(writes, k, gates.step)
-        _put(y, piece, Read(before[:depth], before[depth:], X, D, steps, gates, q).y)
+        own = _repeated(start, len(piece))
+        _put(y, piece, Read(before[:depth], before[depth:], own, X, D, steps, gates, q).y)
         if starts is not None:
             starts.append(before)
     return y, [x.unflatten(0, (B, H)) for x in state]
+
+
+def _repeated(start: list[Tensor], K: int) -> list[Tensor]:
+    """`start` [G, in, out] for K chunks that are computed together."""
+    return start if K == 1 else [own.repeat(K, 1, 1) for own in start]
 
 
 def _joined_writes(writes: list[Write], k: Tensor, step: Tensor):
@@ -174,12 +188,12 @@ def _piece_backward(rule: Rule, depth: int, tokens, start, before, more, dy: Ten
         coefficients.gates,
         Gates(*map(torch.zeros_like, coefficients.gates)),
     )
-    weights, momentum = before[:depth], before[depth:]
-    write = _Chunks.of(rule, k, v, gates).write(rule, weights, momentum)
+    weights, momentum, own = before[:depth], before[depth:], _repeated(start, K)
+    write = _Chunks.of(rule, k, v, gates).write(rule, weights, momentum, own)
     if isinstance(write, DeltaWrite) and write.acted:
         return _piece_by_autograd(rule, depth, tokens, start, before, more, dy, d_state)
     steps = [write.scaled(gates.step, i) for i in range(depth)]
-    read = Read(weights, momentum, write.X, write.D, steps, gates, q)
+    read = Read(weights, momentum, own, write.X, write.D, steps, gates, q)
     dq, *of_layers = read.backward(dy, write, d_gates)
     del read, steps
     updates = (DeltaUpdates if isinstance(write, DeltaWrite) else Updates)(
@@ -189,7 +203,8 @@ def _piece_backward(rule: Rule, depth: int, tokens, start, before, more, dy: Ten
         d_before = updates.back(n, d_state[:depth], d_state[depth:])
         d_state = _select(None if more is None else more[n], d_before, d_state)
     more = None if more is None else more.flatten()
-    dk, dv, d_start = updates.finish(d_gates, start, more)
+    dk, dv = updates.finish(d_gates)
+    d_start = [zero_outside(more, x).unflatten(0, (K, -1)).sum(0) for x in updates.d_start]
     d_gates = coefficients.backward(Gates(*(zero_outside(more, x) for x in d_gates)))
     return (dq, dk, dv, *d_gates), d_state, d_start
 
@@ -208,7 +223,9 @@ def _piece_by_autograd(rule: Rule, depth: int, tokens, start, before, more, dy: 
             inputs[6 + 2 * depth :],
         )
         with torch.enable_grad():
-            y, after, pushed = read_chunk(rule, weights, momentum, own_start or None, *own)
+            full = [W + x for W, x in zip(weights, own_start, strict=True)] if start else weights
+            y, after, pushed = read_chunk(rule, full, momentum, own_start or None, *own)
+            after = [W - x for W, x in zip(after, own_start, strict=True)] if start else after
         upstream = [dy_n, *(x[:, None] for x in d_state)]
         d = torch.autograd.grad((y, *after, *pushed), inputs, upstream, materialize_grads=True)
         d = [x[:, 0] for x in d]

@@ -5,8 +5,9 @@ Inside a chunk the update is linear in the gradients `u_i`, which are all taken 
     M_t = A_t M_0 + B_t S_0 - sum_{i<=t} C_{t,i} u_i      and      S_t = m_t S_0 - sum_{i<=t} N_{t,i} u_i
 
 and every `u_i` is an outer product `a_i g_i^T` of a layer's input and the error at its output. A query then passes each
-layer by matrix products; no per-token weight is ever formed. Autograd differentiates these functions;
-`memory_chunks` and `memory_step` compute the same faster.
+layer by matrix products; no per-token weight is ever formed. Where forgetting leads to a `start` in place of zero,
+`M_t` has `(1 - A_t) start` besides. Autograd differentiates these functions; `memory_chunks` and `memory_step` compute
+the same faster.
 
 Axis letters: B batch, H heads, n tokens of one chunk, Q queries of one call. Weights are [B, H, in, out], `M(x) = x W`.
 """
@@ -106,7 +107,7 @@ def gradient_factors(rule, weights, k: Tensor, v: Tensor) -> tuple[tuple[Tensor,
     return tuple(inputs), _scaled(rule, inputs, errors)
 
 
-def delta_factors(rule, weights, momentum, chunk: OpenChunk, gates, k: Tensor, v: Tensor):
+def delta_factors(rule, weights, momentum, start, chunk: OpenChunk, gates, k: Tensor, v: Tensor):
     """The same where the last layer's error is taken after the writes of the tokens before it in the chunk.
 
     Hidden layers stay at the chunk's start, so the inputs `a` of the last layer are known for all tokens at once, and
@@ -120,12 +121,12 @@ def delta_factors(rule, weights, momentum, chunk: OpenChunk, gates, k: Tensor, v
     slots = slots.clamp(max=gates[0].shape[-1] - 1)
     A, B, C, *_ = coefficients_before(gates, slots)
     a_slots = fill_slots(chunk.inputs[-1], a, chunk.length)
-    known, share = A * (a @ W) + B * (a @ S), C * (a @ a_slots.mT)
+    known, share = _old(A, B, a, W, S, start and start[-1]), C * (a @ a_slots.mT)
     errors = _solve_errors(rule, weights, a, known - v, share, chunk, slots)
     found = [errors]
     if slopes:
         g_slots = fill_slots(chunk.errors[-1], _scaled_last(rule, weights, a, errors), chunk.length)
-        through = A * (errors @ W.mT) + B * (errors @ S.mT) - (C * (errors @ g_slots.mT)) @ a_slots
+        through = _old(A, B, errors, W.mT, S.mT, start and start[-1].mT) - (C * (errors @ g_slots.mT)) @ a_slots
         found = [*_hidden_errors(weights, through, slopes), errors]
     return tuple(inputs), _scaled(rule, inputs, found)
 
@@ -192,24 +193,30 @@ def _squared_norm(x: Tensor) -> Tensor:
     return x.square().sum(-1, keepdim=True)
 
 
-def read_tokens(weights, momentum, inputs, errors, coefficients: Coefficients, q: Tensor) -> Tensor:
+def _old(A: Tensor, B: Tensor, x: Tensor, W: Tensor, S: Tensor, start: Tensor | None) -> Tensor:
+    """`x` [B, H, n, in] through what is left, at its own token, of a layer's weights and momentum at the boundary."""
+    old = A * (x @ W) + B * (x @ S)
+    return old if start is None else old + (1 - A) * (x @ start)
+
+
+def read_tokens(weights, momentum, start, inputs, errors, coefficients: Coefficients, q: Tensor) -> Tensor:
     """Each query through its own token's memory (Eq. 15), without forming that memory."""
     A, B, C = coefficients[:3]
     x = q
-    for depth, (W, S, a, g) in enumerate(zip(weights, momentum, inputs, errors, strict=True), 1):
-        x = A * (x @ W) + B * (x @ S) - (C * (x @ a.mT)) @ g
-        if depth < len(weights):
-            x = F.silu(x)
+    for i, (W, S, a, g) in enumerate(zip(weights, momentum, inputs, errors, strict=True)):
+        x = F.silu(x) if i else x
+        x = _old(A, B, x, W, S, start and start[i]) - (C * (x @ a.mT)) @ g
     return x
 
 
-def advance(weights, momentum, inputs, errors, end: Coefficients) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def advance(weights, momentum, start, inputs, errors, end: Coefficients):
     """Weights and momentum after the one token whose coefficients are given."""
     new_weights, new_momentum = [], []
-    for W, S, a, g in zip(weights, momentum, inputs, errors, strict=True):
+    for i, (W, S, a, g) in enumerate(zip(weights, momentum, inputs, errors, strict=True)):
         written = a.mT @ torch.cat((end.C.mT * g, end.N.mT * g), dim=-1)  # [B, H, in, 2 out]
         write_M, write_S = written.chunk(2, dim=-1)
-        new_weights.append(end.A * W + end.B * S - write_M)
+        old = end.A * W + end.B * S
+        new_weights.append((old if start is None else old + (1 - end.A) * start[i]) - write_M)
         new_momentum.append(end.m * S - write_S)
     return tuple(new_weights), tuple(new_momentum)
 
@@ -217,9 +224,7 @@ def advance(weights, momentum, inputs, errors, end: Coefficients) -> tuple[tuple
 def read_chunk(rule, weights, momentum, start, q, k, v, theta, eta, alpha):
     """One whole chunk from its boundary: outputs, and weights and momentum at the next boundary."""
     chunk = OpenChunk.empty(weights, k.shape[2])
-    inputs, errors = rule.factors(weights, momentum, chunk, (theta, eta, alpha), k, v)
+    inputs, errors = rule.factors(weights, momentum, start, chunk, (theta, eta, alpha), k, v)
     coefficients = chunk_coefficients(theta, eta, alpha)
-    y = read_tokens(weights, momentum, inputs, errors, coefficients, q)
-    end = coefficients.last()
-    weights, momentum = advance(weights, momentum, inputs, errors, end)
-    return y, rule.at_boundary(weights, start, end.A), momentum
+    y = read_tokens(weights, momentum, start, inputs, errors, coefficients, q)
+    return y, *advance(weights, momentum, start, inputs, errors, coefficients.last())

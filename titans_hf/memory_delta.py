@@ -6,7 +6,8 @@ inputs, and what the state before each token is made of (`Before`), the errors s
     D + 2 (step O) G = 2 (decay X W + drift X S - V),    G = scale D,
 
 and go back to the hidden layers through the weights that the token finds: `U = decay D W^T + drift D S^T - step (D G^T)
-X`. `memory_closed_form.delta_factors` defines the numbers.
+X`. `memory_closed_form.delta_factors` defines the numbers. A `start` of the last layer adds its own answer, `X start`,
+and its own way back, `D start^T`.
 
 Axis letters as in `memory_parts`: G = B H or K B H sequences, C tokens of a chunk.
 """
@@ -52,15 +53,18 @@ class DeltaWrite(Write):
         acted: whether the cap has changed an error, so that the system is no longer linear.
     """
 
-    def __init__(self, rule: Rule, weights, momentum, k: Tensor, v: Tensor, before: Before):
-        self.S, self.before = momentum[-1], before
+    def __init__(self, rule: Rule, weights, S: Tensor, start: Tensor | None, k: Tensor, v: Tensor, before: Before):
+        self.S, self.start, self.before = S, start, before
         super().__init__(rule, weights, k, v)
 
     def last_errors(self, W: Tensor, v: Tensor) -> Tensor:
         x, step = self.X[-1], self.before.step
         self.of_W, self.of_S, self.overlap = torch.bmm(x, W), torch.bmm(x, self.S), torch.bmm(x, x.mT)
         self.share = step * self.overlap
-        known = (self.of_W * self.before.decay).addcmul_(self.of_S, self.before.drift).sub_(v).mul_(2)
+        known = (self.of_W * self.before.decay).addcmul_(self.of_S, self.before.drift).sub_(v)
+        if self.start is not None:
+            known.baddbmm_(x, self.start)
+        known.mul_(2)
         squared = self.overlap.diagonal(dim1=-2, dim2=-1)[..., None]
         scale = self.rule.step_scale(len(self.Z), len(self.X), squared)
         self.system = 2 * self.share * (scale.mT if isinstance(scale, Tensor) else scale)
@@ -86,6 +90,8 @@ class DeltaWrite(Write):
         self.back_W, self.back_S = torch.bmm(D, W.mT), torch.bmm(D, self.S.mT)
         self.agreement = torch.bmm(D, self.G.mT)
         U = (self.back_W * before.decay).addcmul_(self.back_S, before.drift)
+        if self.start is not None:
+            U.baddbmm_(D, self.start.mT)
         return U.baddbmm_(before.step * self.agreement, self.X[-1], alpha=-1)
 
 
@@ -96,6 +102,7 @@ class DeltaUpdates(Updates):
         super().__init__(K, write, weights, momentum, gates, *found)
         self.G, self.share, self.system = (self.by_chunk(K, [x]) for x in (write.G, write.share, write.system))
         self.before, self.S = self.by_chunk(K, write.before), self.by_chunk(K, momentum[-1:])
+        self.start = self.by_chunk(K, [write.start]) if self.d_start else None
         self.agreement = self.by_chunk(K, [write.agreement]) if self.curves[0] else None
         normalised = write.rule.normalised and len(weights) > 1
         self.step_scale = self.by_chunk(K, [write.step_scale[-1]]) if normalised else None
@@ -115,6 +122,9 @@ class DeltaUpdates(Updates):
         self.dX_of[n][-1].baddbmm_((step * self.agreement[n][0]).mT, dU, alpha=-1)
         self.dW_of[n][-1].baddbmm_(by_decay.mT, D)
         self.dS_of[n][-1].baddbmm_(by_drift.mT, D)
+        if self.start is not None:
+            dD.baddbmm_(dU, self.start[n][0])
+            self.d_start_of[n][-1].baddbmm_(dU.mT, D)
         self.passed.append((dU, towards))
 
     def last_error_backward(self, n: int) -> None:
@@ -128,6 +138,9 @@ class DeltaUpdates(Updates):
         dX.baddbmm_(d_overlap + d_overlap.mT, X, alpha=-1).baddbmm_(by_decay, W.mT).baddbmm_(by_drift, S.mT)
         self.dW_of[n][-1].baddbmm_(X.mT, by_decay)
         self.dS_of[n][-1].baddbmm_(X.mT, by_drift)
+        if self.start is not None:
+            dX.baddbmm_(dD, self.start[n][0].mT)
+            self.d_start_of[n][-1].baddbmm_(X.mT, dD)
 
     def _scale_backward(self, n: int, dG: Tensor, to_errors: bool) -> None:
         """Through `G = scale D` of the last layer; the triangular system has the errors' part already."""
@@ -138,7 +151,7 @@ class DeltaUpdates(Updates):
             along = (self.G[n][0] * dG).sum(-1) * self.shares[0][n][-1]
             self.dX_of[n][-1].addcmul_(self.X[n][-1], along[..., None], value=-1)
 
-    def finish(self, d_gates: Gates, start: list[Tensor], more: Tensor | None):
+    def finish(self, d_gates: Gates) -> tuple[Tensor, Tensor]:
         write, dD = self.write, self.dD[-1]
         d_step = torch.bmm(dD, write.G.mT).mul_(write.overlap).neg_()
         d_decay, d_drift = (dD * write.of_W).sum(-1), (dD * write.of_S).sum(-1)
@@ -148,7 +161,7 @@ class DeltaUpdates(Updates):
             d_decay.add_((dU * write.back_W).sum(-1))
             d_drift.add_((dU * write.back_S).sum(-1))
         Before.add_to(d_gates, d_step, d_decay, d_drift)
-        return super().finish(d_gates, start, more)
+        return super().finish(d_gates)
 
     def keys_gradient(self) -> Tensor:
         return self.dX[0] if len(self.weights) == 1 else super().keys_gradient()

@@ -82,14 +82,13 @@ def extend(rule: Rule, state: MemoryState, tokens, counts: Tensor | None = None)
         found = step(rule, state, q, k, v, gates)
         if found is not None:
             return found
-    factors = rule.factors(state.weights, state.momentum, state.open_chunk(), gates, k, v)
+    factors = rule.factors(state.weights, state.momentum, state.start, state.open_chunk(), gates, k, v)
     slots = state.length[:, None] + torch.arange(n, device=q.device)
     state = state.with_tokens(*factors, gates, n if counts is None else counts)
     coefficients = chunk_coefficients(*state.gates, rows=slots.clamp(max=C - 1))
-    y = read_tokens(state.weights, state.momentum, state.inputs, state.errors, coefficients, q)
+    y = read_tokens(state.weights, state.momentum, state.start, state.inputs, state.errors, coefficients, q)
     if without_values(state.length) or bool((state.length == C).any()):
-        weights, momentum = state.current()
-        state = state.close(rule.at_boundary(weights, state.start, state.kept()), momentum)
+        state = state.close(*state.current())
     return y, state
 
 

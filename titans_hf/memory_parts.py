@@ -4,6 +4,8 @@
 result, rows are scaled on their narrower side, and the rule's scale is folded into the coefficients. Nothing divides by
 a gate: gates of exactly 0 and 1 work. `memory_chunks` puts the parts together.
 
+Where forgetting leads to a `start`, `weights` are the differences from it, and their sums with it are `full`.
+
 Axis letters: B batch, H heads, C tokens of a chunk, K chunks of a piece; G = B H sequences, or K B H where a piece's
 chunks are computed together. Per layer, `X` are the keys' inputs, `Z = X W`, `D` the errors before the rule's scale,
 `U` those before the slope; `Xb` and `Zb` belong to the read. Weights are [G, in, out].
@@ -92,23 +94,24 @@ def _rows_scaled(x: Tensor, row: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Write:
-    """The keys of chunks at the weights of their chunks' starts (Eq. 12): G sequences of C tokens.
+    """The keys of chunks at the full weights of their chunks' starts (Eq. 12): G sequences of C tokens.
 
     Attributes:
+        full: per layer the weights that the keys pass.
         X, D: per layer its input and the error at its output, unscaled, [G, C, in] and [G, C, out].
         Z, U: per hidden layer its output before, and the error after, the nonlinearity.
         scale: per layer [G, C], what the rule leaves of each error; None where it leaves everything.
     """
 
-    def __init__(self, rule: Rule, weights, k: Tensor, v: Tensor):
-        self.rule, self.X, self.Z, self.U = rule, [k], [], []
-        for W in weights[:-1]:
+    def __init__(self, rule: Rule, full, k: Tensor, v: Tensor):
+        self.rule, self.full, self.X, self.Z, self.U = rule, full, [k], [], []
+        for W in full[:-1]:
             self.Z.append(torch.bmm(self.X[-1], W))
             self.X.append(F.silu(self.Z[-1]))
-        self.D = [self.last_errors(weights[-1], v)]
+        self.D = [self.last_errors(full[-1], v)]
         for i in reversed(range(len(self.Z))):
             last = i + 1 == len(self.Z)
-            self.U.insert(0, self.through_last(weights[-1]) if last else torch.bmm(self.D[0], weights[i + 1].mT))
+            self.U.insert(0, self.through_last(full[-1]) if last else torch.bmm(self.D[0], full[i + 1].mT))
             self.D.insert(0, torch.ops.aten.silu_backward(self.U[0], self.Z[i]))
         self.scale = self.norms = None
         if rule.max_surprise is not None or rule.normalised or rule.hidden_step != 1:
@@ -148,15 +151,13 @@ class Write:
             of_x, of_d = (torch.where(acts, n.square().reciprocal(), of) for n, of in ((x, of_x), (d, of_d)))
         return of_x, of_d
 
-    def after(self, weights, momentum, start, gates: Gates) -> list[Tensor]:
-        """Weights, then momentum, after the last token (Eqs. 13 and 14), with what `start` gives back."""
+    def after(self, weights, momentum, gates: Gates) -> list[Tensor]:
+        """Weights, then momentum, after the last token (Eqs. 13 and 14)."""
         decay, drift, kept = gates.ends()
         found = [], []
         for i, (x, d, W, S) in enumerate(zip(self.X, self.D, weights, momentum, strict=True)):
             to_M, to_S = self.scaled(gates.last, i).unbind(1)
             found[0].append((W * decay).addcmul_(S, drift).baddbmm_(*_rows_scaled(x, to_M, d), alpha=-1))
-            if start:
-                found[0][-1].addcmul_(start[i], 1 - decay)
             found[1].append((S * kept).baddbmm_(*_rows_scaled(x, to_S, d), alpha=-1))
         return [*found[0], *found[1]]
 
@@ -176,11 +177,12 @@ class Read:
 
     Args:
         X, D: of the `Write` of the same chunks.
+        start: per layer where forgetting leads; empty for zero.
         steps: per layer [G, C, C], `Gates.step` times the rule's scale.
     """
 
-    def __init__(self, weights, momentum, X, D, steps, gates: Gates, q: Tensor):
-        self.weights, self.momentum, self.X, self.D, self.steps = weights, momentum, X, D, steps
+    def __init__(self, weights, momentum, start, X, D, steps, gates: Gates, q: Tensor):
+        self.weights, self.momentum, self.start, self.X, self.D, self.steps = weights, momentum, start, X, D, steps
         self.decay, self.drift = gates.decay[..., None], gates.drift[..., None]
         self.Xb, self.Zb, self.overlap, self.used, self.of_W, self.of_S = [q], [], [], [], {}, {}
         for i, (x, d, W, S) in enumerate(zip(X, D, weights, momentum, strict=True)):
@@ -193,13 +195,15 @@ class Read:
                 self.of_W[i], self.of_S[i] = torch.bmm(xb, W), torch.bmm(xb, S)
                 z = (self.of_W[i] * self.decay).addcmul_(self.of_S[i], self.drift)
             z.baddbmm_(self.used[-1], d, alpha=-1)
+            if start:
+                z.baddbmm_(xb, start[i])
             if i < len(weights) - 1:
                 self.Zb.append(z)
                 self.Xb.append(F.silu(z))
         self.y = z
 
     def backward(self, dz: Tensor, write: Write, d_gates: Gates):
-        """From the gradient of the outputs to those of q and, per layer, of X, D, weights, momentum and the scale.
+        """From the gradient of the outputs to those of q and, per layer, X, D, weights, momentum, start and scale.
 
         The scale's is the inner product [G, C] of each scaled error and its gradient. Gates add up in `d_gates`.
         """
@@ -232,7 +236,11 @@ class Read:
             d_xb = of_W.mul_(self.decay).addcmul_(of_S, self.drift)
             dW, dS = torch.bmm((xb * self.decay).mT, dz), torch.bmm((xb * self.drift).mT, dz)
         d_xb.baddbmm_(d_overlap, x, alpha=-1)
-        return d_xb, dx, dD, dW, dS, along
+        d_start = None
+        if self.start:
+            d_xb.baddbmm_(dz, self.start[i].mT)
+            d_start = torch.bmm(xb.mT, dz)
+        return d_xb, dx, dD, dW, dS, d_start, along
 
 
 class Updates:
@@ -240,11 +248,12 @@ class Updates:
 
     Args:
         write: of all K chunks, with their start `weights` and `momentum`.
-        dX, dD, dW, dS, along: what `Read.backward` found. They are completed in place.
+        dX, dD, dW, dS, d_start, along: what `Read.backward` found. They are completed in place.
     """
 
-    def __init__(self, K: int, write: Write, weights, momentum, gates: Gates, dX, dD, dW, dS, along):
+    def __init__(self, K: int, write: Write, weights, momentum, gates: Gates, dX, dD, dW, dS, d_start, along):
         self.write, self.weights, self.momentum, self.dX, self.dD = write, weights, momentum, dX, dD
+        self.d_start = [] if d_start[0] is None else d_start
         self.widens = [x.shape[-1] <= d.shape[-1] for x, d in zip(write.X, write.D, strict=True)]
 
         def by_chunk(xs):
@@ -255,8 +264,11 @@ class Updates:
         self.narrow, self.rows = narrow, [by_chunk(row) for row in zip(*rows, strict=True)]
         self.scaled = [by_chunk([x * row[i] for x, row in zip(narrow, rows, strict=True)]) for i in range(2)]
         slopes, curves = _silu_derivatives(write)
-        self.X, self.D, self.W, self.slopes, self.curves = map(by_chunk, (write.X, write.D, weights, slopes, curves))
+        self.X, self.D, self.W, self.slopes, self.curves = map(by_chunk, (write.X, write.D, write.full, slopes, curves))
         self.dX_of, self.dD_of, self.dW_of, self.dS_of = map(by_chunk, (dX, dD, dW, dS))
+        self.d_full_of = self.dW_of  # of the sums of weights and start
+        if self.d_start:
+            self.d_full_of, self.d_start_of = by_chunk([torch.zeros_like(x) for x in dW]), by_chunk(d_start)
         self.ends, self.decay = by_chunk(gates.ends()), gates.ends()[0]
         if write.scale is not None:
             self.along = by_chunk(along)
@@ -297,53 +309,49 @@ class Updates:
 
     def _write(self, n: int) -> None:
         """Through the chain of errors (a double backward) and the keys' forward pass; dD becomes the gradient of Z."""
-        X, W, dX, dD, dW = (xs[n] for xs in (self.X, self.W, self.dX_of, self.dD_of, self.dW_of))
+        X, W, dX, dD, d_full = (xs[n] for xs in (self.X, self.W, self.dX_of, self.dD_of, self.d_full_of))
         for i, (slope, curve) in enumerate(zip(self.slopes[n], self.curves[n], strict=True)):
             self.hidden_error_backward(n, i, dD[i] * slope)
             dD[i].mul_(curve)
         self.last_error_backward(n)
         for i in reversed(range(len(W) - 1)):
             dD[i].addcmul_(dX[i + 1], self.slopes[n][i])
-            dW[i].baddbmm_(X[i].mT, dD[i])
+            d_full[i].baddbmm_(X[i].mT, dD[i])
             if i:
                 dX[i].baddbmm_(dD[i], W[i].mT)
+        if self.d_start:
+            for x, *to in zip(d_full, self.dW_of[n], self.d_start_of[n], strict=True):
+                for d in to:
+                    d.add_(x)
 
     def hidden_error_backward(self, n: int, i: int, dU: Tensor) -> None:
         """Through `U = D W^T`, of the errors behind layer i."""
         self.dD_of[n][i + 1].baddbmm_(dU, self.W[n][i + 1])
-        self.dW_of[n][i + 1].baddbmm_(dU.mT, self.D[n][i + 1])
+        self.d_full_of[n][i + 1].baddbmm_(dU.mT, self.D[n][i + 1])
 
     def last_error_backward(self, n: int) -> None:
         """Through `D = 2 (X W - V)` of the last layer; dD becomes the gradient of `X W`."""
         dD = self.dD_of[n][-1].mul_(2)
-        self.dW_of[n][-1].baddbmm_(self.X[n][-1].mT, dD)
+        self.d_full_of[n][-1].baddbmm_(self.X[n][-1].mT, dD)
         if len(self.weights) > 1:
             self.dX_of[n][-1].baddbmm_(dD, self.W[n][-1].mT)
 
-    def finish(self, d_gates: Gates, start: list[Tensor], more: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """After the first chunk: the gradients of k, v and `start`; those of the gates are added to `d_gates`.
-
-        `more` [K B H] says which sequences have their chunk; None means all.
-        """
+    def finish(self, d_gates: Gates) -> tuple[Tensor, Tensor]:
+        """After the first chunk: the gradients of k and v; those of the gates are added to `d_gates`."""
         depth = len(self.weights)
         found = [joined(xs) for xs in zip(*reversed(self.steps), strict=True)]
         dW_end, dS_end, products = found[:depth], found[depth : 2 * depth], found[2 * depth :]
-        d_start = []
-        for d_end, own in zip(dW_end, start):
-            given_back = zero_outside(more, d_end * (1 - self.decay))
-            d_start.append(given_back.unflatten(0, (-1, len(own))).sum(0))
-            d_gates.decay[:, -1].sub_((d_end.unflatten(0, (-1, len(own))) * own).sum((-2, -1)).flatten())
         for i, (W, S) in enumerate(zip(self.weights, self.momentum, strict=True)):
             along = torch.stack([(self.narrow[i] * of).sum(-1) for of in products[2 * i : 2 * i + 2]], dim=1)
             d_gates.last.sub_(self.write.scaled(along, i))
             d_gates.decay[:, -1].add_((dW_end[i] * W).sum((-2, -1)))
             d_gates.drift[:, -1].add_((dW_end[i] * S).sum((-2, -1)))
             d_gates.momentum.add_((dS_end[i] * S).sum((-2, -1)))
-        return self.keys_gradient(), self.dD[-1].neg(), d_start
+        return self.keys_gradient(), self.dD[-1].neg()
 
     def keys_gradient(self) -> Tensor:
         """The gradient of k, where those of all the layers before are complete."""
-        return self.dX[0].baddbmm_(self.dD[0], self.weights[0].mT)
+        return self.dX[0].baddbmm_(self.dD[0], self.write.full[0].mT)
 
 
 def _silu_derivatives(write: Write) -> tuple[list[Tensor], list[Tensor]]:

@@ -22,7 +22,7 @@ from .rows import on_host, where_rows
 
 @dataclass(frozen=True)
 class Rule:
-    """What one write does: the inner loss, how its gradient is capped, and where forgetting leads.
+    """What one write does: the inner loss, and how its gradient is scaled and capped.
 
     A new rule is a subclass, chosen in `rule_of`. The token loop and the closed form (`memory_closed_form`) serve every
     rule. The fast forms (hand-written backward, decoding step, Triton kernels) name the rules they serve, and `auto`
@@ -58,7 +58,7 @@ class Rule:
         """The weights at which a token's gradient is taken: those of the last chunk boundary (Eq. 16)."""
         return boundary
 
-    def factors(self, weights, momentum, chunk: OpenChunk, gates, k: Tensor, v: Tensor):
+    def factors(self, weights, momentum, start, chunk: OpenChunk, gates, k: Tensor, v: Tensor):
         """Factors `a` and `g` of the gradients `u = a g^T` of new tokens [B, H, n, ...] of a chunk, in closed form."""
         return gradient_factors(self, weights, k, v)
 
@@ -78,16 +78,6 @@ class Rule:
         share = 1.0 if layer == depth - 1 else self.hidden_step
         return share / input.clamp(min=1) if self.normalised and layer else share
 
-    def at_boundary(self, weights: tuple[Tensor, ...], start: tuple[Tensor, ...] | None, keep: Tensor):
-        """The weights at a chunk's end, with what the chunk has forgotten of `start` given back.
-
-        `keep` [B, H, 1, 1] is the product of `1 - alpha` over the chunk. From boundary to boundary `M - start` is then
-        what fades: `M_end - start = keep (M - start) + ...`. Without a `start`, `M` itself fades, as printed.
-        """
-        if start is None:
-            return weights
-        return tuple(W + (1 - keep) * own for W, own in zip(weights, start, strict=True))
-
 
 class DeltaRule(Rule):
     """Each token's error is taken after the writes of the tokens before it, in the last layer of the memory.
@@ -100,12 +90,12 @@ class DeltaRule(Rule):
     def gradient_point(self, boundary, present):
         return (*boundary[:-1], present[-1])
 
-    def factors(self, weights, momentum, chunk, gates, k, v):
+    def factors(self, weights, momentum, start, chunk, gates, k, v):
         if type(self).error is not Rule.error:
             raise ValueError(
                 f"the closed form of `DeltaRule` is for the squared loss: give {type(self).__name__} its own"
             )
-        return delta_factors(self, weights, momentum, chunk, gates, k, v)
+        return delta_factors(self, weights, momentum, start, chunk, gates, k, v)
 
 
 RULES = {"chunk": Rule, "delta": DeltaRule}
@@ -152,11 +142,16 @@ def surprise(rule: Rule, weights: tuple[Tensor, ...], k: Tensor, v: Tensor):
     return u, [a if outer_grad else a.detach() for a in inputs], errors
 
 
-def write(M, S, u, theta: Tensor, eta: Tensor, alpha: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Write one token into the memory: `M` and `S` after it. Gates are [B, H]; the others per layer [B, H, in, out]."""
+def write(M, S, u, theta: Tensor, eta: Tensor, alpha: Tensor, start=None):
+    """Write one token into the memory: `M` and `S` after it. Gates are [B, H]; the others per layer [B, H, in, out].
+
+    Forgetting leads to `start`: alpha = 1 leaves nothing but it and the token. None is zero, as printed.
+    """
     theta, eta, alpha = (gate[..., None, None] for gate in (theta, eta, alpha))
     S = tuple(eta * S_l - theta * u_l for S_l, u_l in zip(S, u, strict=True))  # Eq. 14
     M = tuple((1 - alpha) * M_l + S_l for M_l, S_l in zip(M, S, strict=True))  # Eq. 13
+    if start is not None:
+        M = tuple(M_l + alpha * own for M_l, own in zip(M, start, strict=True))
     return M, S
 
 
@@ -177,14 +172,12 @@ def token_loop(rule: Rule, q, k, v, theta, eta, alpha, state: MemoryState, mask:
         real = torch.ones_like(state.length, dtype=torch.bool) if mask is None else mask[:, t]
         gates = [gate[:, t] for gate in (theta, eta, alpha)]
         u, inputs, errors = surprise(rule, rule.gradient_point(state.weights, M), k[:, t], v[:, t])
-        M_new, S_new = write(M, S, u, *gates)
+        M_new, S_new = write(M, S, u, *gates, state.start)
         y = answers(M_new, q[:, t, :, None])[1][-1].squeeze(-2)  # Eq. 15
         outputs.append(where_rows(real, y, torch.zeros_like(y)))
 
         M, S = where_all(real, M_new, M), where_all(real, S_new, S)
         state = state.with_tokens(inputs, errors, [gate[..., None] for gate in gates], 1).select(real, state)
-        full = state.length == chunk_size
-        M = where_all(full, rule.at_boundary(M, state.start, state.kept()), M)
         state = state.close(M, S)
     places = on_host(state.length)
     if places is not None and not any(places):

@@ -27,7 +27,7 @@ class MemoryState:
         errors: per layer [B, H, C, out], the back-propagated errors `g` (after the surprise cap).
         gates: `(theta, eta, alpha)` of the open chunk, each [B, H, C].
         length: [B] tokens in each row's open chunk; slots from there on are unused.
-        start: per layer [B, H, in, out], where forgetting leads (`Rule.at_boundary`); None is zero, as printed.
+        start: per layer [B, H, in, out], where forgetting leads (`memory_rule.write`); None is zero, as printed.
         writer: what the decoding step (`memory_step`) needs to go on from this state in place. Any state may be
             without one; that of a state which was changed by `replace` is ignored.
     """
@@ -53,13 +53,9 @@ class MemoryState:
         last = (self.length - 1).clamp(min=0)[:, None]
         with without_autocast(self.length):
             end = chunk_coefficients(*self.gates, rows=last)
-            weights, momentum = advance(self.weights, self.momentum, self.inputs, self.errors, end)
+            weights, momentum = advance(self.weights, self.momentum, self.start, self.inputs, self.errors, end)
         read = self.length > 0
         return where_all(read, weights, self.weights), where_all(read, momentum, self.momentum)
-
-    def kept(self) -> Tensor:
-        """[B, H, 1, 1] what forgetting leaves of the chunk's start, in rows whose chunk is full."""
-        return (1 - self.gates[2]).prod(-1)[..., None, None]
 
     def opened(self, chunk_size: int) -> "MemoryState":
         """The same state with every open-chunk field present, so that its structure and size never change."""

@@ -20,7 +20,7 @@ from .memory_state import MemoryState
 from .rows import on_host
 from .tails import Cursor
 
-SHARED = ("weights", "momentum", "inputs", "errors", "gates", "length")  # fields of a state that lie in the buffers
+SHARED = ("weights", "momentum", "start", "inputs", "errors", "gates", "length")  # fields of a state in the buffers
 
 
 def step(rule: Rule, state: MemoryState, q: Tensor, k: Tensor, v: Tensor, gates) -> tuple[Tensor, MemoryState] | None:
@@ -36,10 +36,9 @@ def step(rule: Rule, state: MemoryState, q: Tensor, k: Tensor, v: Tensor, gates)
     writer = writer.write(rule, k, v, gates)
     y = writer.read(q).unflatten(0, (B, H))
     if not writer.is_full():
-        return y, writer.attach(state.length + 1, state.start)
+        return y, writer.attach(state.length + 1)
     weights, momentum = writer.memory()
-    weights = rule.at_boundary(weights, state.start, writer.of_M[:, 0].view(B, H, 1, 1))
-    closed = replace(writer.attach(torch.zeros_like(state.length), state.start), writer=None)
+    closed = replace(writer.attach(torch.zeros_like(state.length)), writer=None)
     return y, replace(closed, weights=weights, momentum=momentum)
 
 
@@ -60,7 +59,8 @@ class ChunkWriter:
     Attributes:
         batch: B and H.
         widths: the width of every layer's input.
-        layers: per layer [G, 2 in + C, out]: weights, momentum, and an error for every token.
+        layers: per layer [G, 2 in + C, out]: weights, momentum, and an error for every token. Where forgetting leads to
+            a start, [G, 3 in + C, out]: it comes before the errors.
         slots: [G, C, all inputs + 3], the inputs of all layers and the gates of every token.
         of_M, of_S: [G, 2 + C], the shares of `M_0`, `S_0` and the chunk's gradients (negative) in `M_t` and `S_t`.
         filled: tokens in the chunk.
@@ -80,27 +80,29 @@ class ChunkWriter:
     @classmethod
     def of(cls, state: MemoryState, filled: int) -> "ChunkWriter":
         """Buffers of its own for a state whose rows all have `filled` tokens in their chunk."""
-        parts = zip(state.weights, state.momentum, state.errors, strict=True)
-        layers = [torch.cat(part, dim=2).flatten(0, 1) for part in parts]
+        blocks = [x for x in (state.weights, state.momentum, state.start) if x is not None]
+        layers = [torch.cat(part, dim=2).flatten(0, 1) for part in zip(*blocks, state.errors, strict=True)]
         slots = torch.cat((*state.inputs, *(gate[..., None] for gate in state.gates)), dim=-1).flatten(0, 1)
-        return cls._over(tuple(state.weights[0].shape[:2]), layers, slots, *_shares_now(state, filled), filled)
+        widths, batch = [W.shape[2] for W in state.weights], tuple(state.weights[0].shape[:2])
+        return cls._over(batch, widths, layers, slots, *_shares_now(state, filled), filled)
 
     @classmethod
-    def _over(cls, batch, layers: list[Tensor], slots: Tensor, of_M, of_S, filled: int) -> "ChunkWriter":
+    def _over(cls, batch, widths, layers: list[Tensor], slots: Tensor, of_M, of_S, filled: int) -> "ChunkWriter":
         size = slots.shape[1]
-        widths = [(layer.shape[1] - size) // 2 for layer in layers]
-        split = [x.unflatten(0, batch).split((n, n, size), dim=2) for x, n in zip(layers, widths, strict=True)]
-        weights, momentum, errors = map(tuple, zip(*split, strict=True))
+        split = [
+            layer.unflatten(0, batch).tensor_split(tuple(range(n, layer.shape[1] - size + 1, n)), dim=2)
+            for layer, n in zip(layers, widths, strict=True)
+        ]
+        weights, momentum, *start, errors = map(tuple, zip(*split, strict=True))
         *inputs, gates = slots.unflatten(0, batch).split([*widths, 3], dim=-1)
-        fields = dict(
-            weights=weights, momentum=momentum, inputs=tuple(inputs), errors=errors, gates=gates.unbind(-1), length=None
-        )
+        fields = dict(weights=weights, momentum=momentum, start=start[0] if start else None, errors=errors)
+        fields |= dict(inputs=tuple(inputs), gates=gates.unbind(-1), length=None)
         return cls(batch, widths, layers, slots, of_M, of_S, filled, Cursor(filled), fields)
 
-    def attach(self, length: Tensor, start) -> MemoryState:
+    def attach(self, length: Tensor) -> MemoryState:
         """The state whose next token this writer writes."""
         fields = {**self.fields, "length": length}
-        return MemoryState(**fields, start=start, writer=replace(self, fields=fields))
+        return MemoryState(**fields, writer=replace(self, fields=fields))
 
     def describes(self, state: MemoryState) -> bool:
         """Whether the state is the one it was attached to, field by field, and was not changed by `replace` since."""
@@ -117,7 +119,7 @@ class ChunkWriter:
         """The writer after a token with key and value [G, 1, D] and gates [G, 1]."""
         if not self.cursor.allows(self.filled, self.slots):
             layers, slots = [x.clone() for x in self.layers], self.slots.clone()
-            own = ChunkWriter._over(self.batch, layers, slots, self.of_M, self.of_S, self.filled)
+            own = ChunkWriter._over(self.batch, self.widths, layers, slots, self.of_M, self.of_S, self.filled)
             return own.write(rule, k, v, gates)
         weights = [x[:, :n] for x, n in zip(self.layers, self.widths, strict=True)]
         if isinstance(rule, DeltaRule):
@@ -125,8 +127,8 @@ class ChunkWriter:
         else:
             factors = Write(rule, weights, k, v)
         self.slots[:, self.filled] = torch.cat((*(x[:, 0] for x in factors.X), *gates), dim=-1)
-        for layer, width, d in zip(self.layers, self.widths, factors.scaled_errors(), strict=True):
-            layer[:, 2 * width + self.filled] = d[:, 0]
+        for layer, d in zip(self.layers, factors.scaled_errors(), strict=True):
+            layer[:, layer.shape[1] - self.slots.shape[1] + self.filled] = d[:, 0]
         theta, eta, alpha = gates
         of_S = self.of_S * eta  # Eq. 14, and below Eq. 13, for the shares
         of_S[:, 2 + self.filled] = -theta[:, 0]
@@ -143,40 +145,48 @@ class ChunkWriter:
 
     def through(self, i: int, x: Tensor) -> Tensor:
         """An input [G, 1, in] through the present weights of layer i: [G, 1, out]."""
-        of_W, of_S, of_u = self._shares(self.of_M)
-        width, inputs = self.widths[i], self._inputs()[i]
-        shares = torch.cat((of_W.expand(-1, -1, width), of_S.expand(-1, -1, width), of_u), dim=-1)
-        parts = torch.cat((x, x, torch.bmm(x, inputs.mT)), dim=-1).mul_(shares)
-        return torch.bmm(parts, self.layers[i][:, : 2 * width + self.filled])
+        of_state, of_u = self._shares(self.of_M, i)
+        parts = [x] * (of_state.shape[-1] // x.shape[-1])
+        shares = torch.cat((of_state, of_u), dim=-1)
+        parts = torch.cat((*parts, torch.bmm(x, self._inputs()[i].mT)), dim=-1).mul_(shares)
+        return torch.bmm(parts, self._used(i))
 
     def back_through(self, i: int, error: Tensor) -> Tensor:
         """An error [G, 1, out] back through them: [G, 1, in]."""
-        of_W, of_S, of_u = self._shares(self.of_M)
-        width, inputs = self.widths[i], self._inputs()[i]
-        parts = torch.bmm(error, self.layers[i][:, : 2 * width + self.filled].mT)
-        by_W, by_S, by_u = parts.split((width, width, self.filled), dim=-1)
-        return (by_W * of_W).addcmul_(by_S, of_S).baddbmm_(by_u * of_u, inputs)
+        of_state, of_u = self._shares(self.of_M, i)
+        by_state, by_u = torch.bmm(error, self._used(i).mT).split((of_state.shape[-1], self.filled), dim=-1)
+        found = (by_state * of_state).unflatten(-1, (-1, self.widths[i])).sum(-2)
+        return found.baddbmm_(by_u * of_u, self._inputs()[i])
 
     def memory(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The present weights and momentum, [B, H, in, out] each (Eqs. 13 and 14)."""
-        made = [
-            tuple(map(self._made_of, self.layers, self._inputs(), [self._shares(of)] * len(self.layers)))
-            for of in (self.of_M, self.of_S)
-        ]
+        made = [tuple(self._made_of(i, of) for i in range(len(self.layers))) for of in (self.of_M, self.of_S)]
         return made[0], made[1]
 
-    def _made_of(self, layer: Tensor, inputs: Tensor, shares: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        of_W, of_S, of_u = shares
-        width = inputs.shape[-1]
-        W, S, g = layer[:, : 2 * width + self.filled].split((width, width, self.filled), dim=1)
-        return (W * of_W).addcmul_(S, of_S).baddbmm_((inputs * of_u.mT).mT, g).unflatten(0, self.batch)
+    def _made_of(self, i: int, of: Tensor) -> Tensor:
+        of_state, of_u = self._shares(of, i)
+        state, g = self._used(i).split((of_state.shape[-1], self.filled), dim=1)
+        found = (state * of_state.mT).unflatten(1, (-1, self.widths[i])).sum(1)
+        return found.baddbmm_((self._inputs()[i] * of_u.mT).mT, g).unflatten(0, self.batch)
+
+    def _used(self, i: int) -> Tensor:
+        """The buffer of layer i up to its last error."""
+        return self.layers[i][:, : self.layers[i].shape[1] - self.slots.shape[1] + self.filled]
 
     def _inputs(self) -> list[Tensor]:
         """Per layer [G, filled, in], the inputs of the tokens so far."""
         return list(self.slots[:, : self.filled].split([*self.widths, 3], dim=-1)[:-1])
 
-    def _shares(self, of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return of[:, None, :1], of[:, None, 1:2], of[:, None, 2 : 2 + self.filled]
+    def _shares(self, of: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        """The shares of layer i's weights, momentum and start, [G, 1, 2 in or 3 in], and of the errors, [G, 1, filled].
+
+        What has been forgotten of the weights has come back as a share of the start; there is no start in `S_t`.
+        """
+        of_state = of[:, :2]
+        if self.fields["start"] is not None:
+            of_start = 1 - of[:, :1] if of is self.of_M else torch.zeros_like(of[:, :1])
+            of_state = torch.cat((of_state, of_start), dim=-1)
+        return of_state.repeat_interleave(self.widths[i], dim=-1)[:, None], of[:, None, 2 : 2 + self.filled]
 
 
 class _PresentWrite(Write):

@@ -194,21 +194,18 @@ def _fields_when_written(state: MemoryState, k: Tensor, v: Tensor, gates: Tensor
     while start < k.shape[2]:
         part = slice(start, start + chunk_size - place)
         chunk = state.open_chunk() if place else OpenChunk.empty(weights, chunk_size)
-        inputs, errors = rule.factors(weights, momentum, chunk, gates[..., part], k[:, :, part], v[:, :, part])
+        memory = weights, momentum, state.start
+        inputs, errors = rule.factors(*memory, chunk, gates[..., part], k[:, :, part], v[:, :, part])
         open_gates = gates[..., part]
         if place:  # the chunk already holds tokens of the last call
             inputs = _behind(state.inputs, inputs, place, dim=-2)
             errors = _behind(state.errors, errors, place, dim=-2)
             open_gates = _behind(state.gates, open_gates, place, dim=-1)
         after = chunk_coefficients(*open_gates)
-        answers = read_tokens(weights, momentum, inputs, errors, _before(after, place), k[:, :, part])
-        norm = _norms(weights, momentum, inputs, errors, after)[..., place:]
+        answers = read_tokens(*memory, inputs, errors, _before(after, place), k[:, :, part])
+        norm = _norms(*memory, inputs, errors, after)[..., place:]
         found.append((rule.loss(answers, v[:, :, part]), norm))
-        weights, momentum = advance(weights, momentum, inputs, errors, after.last())
-        if state.start is not None:
-            weights = rule.at_boundary(weights, state.start, after.last().A)
-            if open_gates[0].shape[-1] == chunk_size:  # the chunk is complete: the last token's norm includes this
-                norm[..., -1] = _norm(weights)
+        weights, momentum = advance(*memory, inputs, errors, after.last())
         start, place = part.stop, 0
     surprise, norm = (torch.cat(parts, dim=-1) for parts in zip(*found))
     return surprise, v.square().sum(-1), *gates, norm
@@ -239,14 +236,16 @@ def _before(after: Coefficients, place: int) -> Coefficients:
     return Coefficients(*(torch.cat((x, y[..., :-1, :]), -2)[..., place:, :] for x, y in zip(start, after)))
 
 
-def _norms(weights, momentum, inputs, errors, after: Coefficients) -> Tensor:
-    """[B, H, n] the norm of `M_t = A W + B S - sum C_i u_i` over all layers, without computing any `M_t`."""
+def _norms(weights, momentum, start, inputs, errors, after: Coefficients) -> Tensor:
+    """[B, H, n] the norm of `M_t = A W + B S + (1 - A) start - sum C_i u_i` over all layers, without computing any."""
     A, B, C = after.A[..., 0], after.B[..., 0], after.C
+    shares = torch.stack((A, B) if start is None else (A, B, 1 - A), dim=-1)  # [B, H, n, 2 or 3]
     total = 0.0
-    for W, S, a, g in zip(weights, momentum, inputs, errors, strict=True):
-        WW, SS, WS = ((x * y).sum((-2, -1))[..., None] for x, y in ((W, W), (S, S), (W, S)))  # [B, H, 1]
-        Wu, Su = (((a @ x) * g).sum(-1, keepdim=True) for x in (W, S))  # [B, H, n, 1]
+    for *state, a, g in zip(*(weights, momentum, *([] if start is None else [start])), inputs, errors, strict=True):
+        state = torch.stack(torch.broadcast_tensors(*state), dim=2)  # [B, H, 2 or 3, in, out]
+        flat = state.flatten(3)
+        of_u = ((a[:, :, None] @ state) * g[:, :, None]).sum(-1)  # [B, H, 2 or 3, n]: inner products with every u
         uu = (a @ a.mT) * (g @ g.mT)  # [B, H, n, n]
-        u_part = ((C @ uu) * C).sum(-1) - 2 * A * (C @ Wu)[..., 0] - 2 * B * (C @ Su)[..., 0]
-        total = total + A.square() * WW + B.square() * SS + 2 * A * B * WS + u_part
+        total = total + ((shares @ (flat @ flat.mT)) * shares).sum(-1) + ((C @ uu) * C).sum(-1)
+        total = total - 2 * ((C @ of_u.mT) * shares).sum(-1)
     return total.clamp(min=0).sqrt()
