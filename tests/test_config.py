@@ -99,6 +99,7 @@ ABLATIONS = [
     dict(memory_step="plain"),
     dict(memory_hidden_step=1.0),
     dict(memory_value_norm=False),
+    dict(memory_norm_floor=0.0),
 ]
 
 

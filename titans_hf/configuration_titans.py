@@ -54,8 +54,11 @@ class TitansConfig(PreTrainedConfig):
             of the layer's input, where that exceeds 1, so that a step means the same at any width.
         memory_hidden_step: the share of each step that the memory's hidden layers take; 1 is the paper as printed.
         memory_value_norm: whether values, too, are normalised to length 1. Otherwise nothing holds their size.
-        memory_combine: how mac and mag join attention's output y and the memory's m, both normed: "gate_memory" is
-            `m * sigmoid(y)`, "gate_attention" is `y * sigmoid(m)`, and "add" is their sum without norms.
+        memory_norm_floor: a weak answer of the memory stays weak: the norm behind it adds `memory_norm_floor / head_dim`
+            to the mean square, and a recalled value of length 1 has `1 / head_dim`. With 0, an answer about nothing
+            counts as much as a fact.
+        memory_combine: how mac and mag join attention's output y and the memory's m: "gate_memory" is
+            `m * 2 sigmoid(norm(y))`, "gate_attention" is `norm(y) * sigmoid(norm(m))`, and "add" is their sum.
         memory_theta_start, memory_eta_start: where the step size and the momentum decay start, as shares of their
             maximum.
         memory_alpha_start: where the forget gate starts in the first and in the last head; in between by equal ratios.
@@ -117,6 +120,7 @@ class TitansConfig(PreTrainedConfig):
     memory_step: str = "normalised"
     memory_hidden_step: float | int = 0.1
     memory_value_norm: bool = True
+    memory_norm_floor: float | int = 1.0
     memory_combine: str = "gate_memory"
     memory_theta_start: float | int = 0.5
     memory_eta_start: float | int = 0.1
@@ -257,6 +261,10 @@ class TitansConfig(PreTrainedConfig):
             raise ValueError(f"`memory_alpha_start` must be two numbers, of the first and the last head; got {starts}")
         if not self.memory_hidden_step > 0:
             raise ValueError(f"`memory_hidden_step` must be positive, got {self.memory_hidden_step}")
+        if self.memory_norm_floor < 0:
+            raise ValueError(
+                f"`memory_norm_floor` must not be negative, got {self.memory_norm_floor}: 0 switches it off"
+            )
         for field in ("initializer_range", "embedding_initializer_range", "mixer_initializer_scale"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"`{field}` must be positive, got {getattr(self, field)}")
@@ -273,6 +281,7 @@ BEFORE = {
     "memory_step": "plain",
     "memory_hidden_step": 1.0,
     "memory_value_norm": False,
+    "memory_norm_floor": 0.0,
     "memory_combine": "gate_attention",
     "memory_forget_to": "zero",
 }
@@ -313,6 +322,7 @@ READING = (  # changes what a model makes of what it reads
     "memory_forget",
     "memory_forget_to",
     "memory_value_norm",
+    "memory_norm_floor",
     "memory_combine",
 )
 NEITHER = (  # concerns training, tools or the choice between equal implementations

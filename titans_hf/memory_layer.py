@@ -37,7 +37,11 @@ class TitansRMSNorm(nn.Module):
 
 
 class GatedNorm(TitansRMSNorm):
-    """The norm of every head, times the output gate."""
+    """The norm of every head, times the output gate.
+
+    What the memory returns for a key that it does not know is small, and the norm must not make it as loud as a recalled
+    value: `memory_norm_floor` is its epsilon, in units of such a value.
+    """
 
     def forward(self, y: Tensor, gate: Tensor | None = None, fused: bool = False) -> Tensor:
         """[B, T, H, D] to [B, T, H D], times SiLU of the gate [B, T, H D] if there is one.
@@ -206,7 +210,7 @@ class NeuralMemory(nn.Module):
         self.conv = CausalConv(3 * width, config.memory_conv_width) if config.memory_conv else None
         self.write_gates = WriteGates(config)
         self.start = MemoryStart(config)
-        self.norm = GatedNorm(self.head_dim, config.rms_norm_eps)
+        self.norm = GatedNorm(self.head_dim, config.rms_norm_eps + config.memory_norm_floor / self.head_dim)
         self.output_gate = nn.Linear(config.hidden_size, width, bias=False)
         self.out_proj = nn.Linear(width, config.hidden_size, bias=False)
 

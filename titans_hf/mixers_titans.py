@@ -27,26 +27,32 @@ class BranchNorm(TitansRMSNorm):
     """
 
 
+class GateNorm(TitansRMSNorm):
+    """The norm in front of a gate: its weights start at a tenth, so that the gate is nearly open everywhere at first."""
+
+
 class Combine(nn.Module):
     """The paper's (x) of attention's output y and the memory's m (Section 4.2).
 
     Both pass a norm with a learned vector and a non-linearity, and are multiplied; which of them the non-linearity is
-    on the paper leaves open. The one that carries the content ends the branch.
+    on the paper leaves open. By default attention gates what the memory says, `m * 2 sigmoid(norm(y))`. The memory's
+    norm is then the one inside it (`GatedNorm`): another one behind its output projection, which starts near zero,
+    would multiply the gradient of all that is before it by hundreds.
     """
 
     def __init__(self, config: TitansConfig):
         super().__init__()
-        self.form = config.memory_combine
-        if self.form != "add":
-            gates_memory = self.form == "gate_memory"
-            kinds = (TitansRMSNorm, BranchNorm) if gates_memory else (BranchNorm, TitansRMSNorm)
-            self.norm_y, self.norm_m = (kind(config.hidden_size, config.rms_norm_eps) for kind in kinds)
+        self.form, sizes = config.memory_combine, (config.hidden_size, config.rms_norm_eps)
+        if self.form == "gate_memory":
+            self.norm_y = GateNorm(*sizes)
+        elif self.form == "gate_attention":
+            self.norm_y, self.norm_m = BranchNorm(*sizes), TitansRMSNorm(*sizes)
 
     def forward(self, y: Tensor, m: Tensor) -> Tensor:
         if self.form == "add":
             return y + m
         if self.form == "gate_memory":
-            return self.norm_m(m) * torch.sigmoid(self.norm_y(y))
+            return m * (2 * torch.sigmoid(self.norm_y(y)))
         return self.norm_y(y) * torch.sigmoid(self.norm_m(m))
 
 

@@ -41,7 +41,7 @@ from .carry_titans import LOG_LIMIT, REWIND
 from .configuration_titans import TitansConfig
 from .documents_titans import Documents, find_documents
 from .memory_layer import CausalConv, MemoryStart, NeuralMemory, TitansRMSNorm, WriteGates
-from .mixers_titans import MIXERS, BranchNorm
+from .mixers_titans import MIXERS, BranchNorm, GateNorm
 from .rows import PackedRows
 from .surprise import SurpriseTrace, trace
 from .tails import Tail
@@ -162,6 +162,8 @@ class TitansPreTrainedModel(PreTrainedModel):
                     init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, BranchNorm):
             init.constant_(module.weight, self.config.hidden_size * self.config.initializer_range**2)
+        elif isinstance(module, GateNorm):
+            init.constant_(module.weight, 0.1)
         elif isinstance(module, MemoryStart):
             for W, size in zip(module.weights, module.start_sizes(self.config.variant), strict=True):
                 init.normal_(W, std=size)
