@@ -54,9 +54,9 @@ class TitansConfig(PreTrainedConfig):
             of the layer's input, where that exceeds 1, so that a step means the same at any width.
         memory_hidden_step: the share of each step that the memory's hidden layers take; 1 is the paper as printed.
         memory_value_norm: whether values, too, are normalised to length 1. Otherwise nothing holds their size.
-        memory_norm_floor: a weak answer of the memory stays weak: the norm behind it adds `memory_norm_floor / head_dim`
-            to the mean square, and a recalled value of length 1 has `1 / head_dim`. With 0, an answer about nothing
-            counts as much as a fact.
+        memory_norm_floor: a weak answer of the memory stays weak: the norm behind it adds `memory_norm_floor /
+            head_dim` to the mean square, and a recalled value of length 1 has `1 / head_dim`. With 0, an answer about
+            nothing counts as much as a fact.
         memory_combine: how mac and mag join attention's output y and the memory's m: "gate_memory" is
             `m * 2 sigmoid(norm(y))`, "gate_attention" is `norm(y) * sigmoid(norm(m))`, and "add" is their sum.
         memory_theta_start, memory_eta_start: where the step size and the momentum decay start, as shares of their
@@ -65,8 +65,8 @@ class TitansConfig(PreTrainedConfig):
         memory_gates: "token" (gates per token) or "chunk" (gates of a chunk from its first token, Section 3.2).
         memory_momentum, memory_forget, memory_conv: switches for the ablations of Table 5.
         memory_forget_to: where the forget gate leads. "zero" is the paper as printed. "start" is the memory before a
-            row's first token, `M_t = (1 - alpha) M_(t-1) + alpha start + S_t`: what fades is what was written since, and
-            not what training has learned. The kernels serve "zero" only.
+            row's first token, `M_t = (1 - alpha) M_(t-1) + alpha start + S_t`: what fades is what was written since,
+            and not what training has learned. The kernels serve "zero" only.
         memory_conv_width: taps of the causal depthwise convolution on the memory's queries, keys and values.
         memory_implementation: "torch" (the chunk form), "triton" (its kernels, on GPUs), "auto" (the kernels where they
             are installed and serve the tensors, else torch) or "recurrent" (the token loop, for checks).

@@ -39,8 +39,8 @@ class TitansRMSNorm(nn.Module):
 class GatedNorm(TitansRMSNorm):
     """The norm of every head, times the output gate.
 
-    What the memory returns for a key that it does not know is small, and the norm must not make it as loud as a recalled
-    value: `memory_norm_floor` is its epsilon, in units of such a value.
+    What the memory returns for a key that it does not know is small, and the norm must not make it as loud as a
+    recalled value: `memory_norm_floor` is its epsilon, in units of such a value.
     """
 
     def forward(self, y: Tensor, gate: Tensor | None = None, fused: bool = False) -> Tensor:

@@ -28,7 +28,7 @@ class BranchNorm(TitansRMSNorm):
 
 
 class GateNorm(TitansRMSNorm):
-    """The norm in front of a gate: its weights start at a tenth, so that the gate is nearly open everywhere at first."""
+    """The norm in front of a gate: its weights start at a tenth, so that all tokens are gated nearly alike at first."""
 
 
 class Combine(nn.Module):
