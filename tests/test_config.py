@@ -98,7 +98,7 @@ ABLATIONS = [
     dict(memory_write="chunk", memory_theta_max=0.5),
     dict(memory_step="plain"),
     dict(memory_hidden_step=1.0),
-    dict(memory_value_norm=False),
+    dict(memory_value_limit=False),
     dict(memory_norm_floor=0.0),
 ]
 

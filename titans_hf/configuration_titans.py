@@ -53,7 +53,7 @@ class TitansConfig(PreTrainedConfig):
         memory_step: "plain", or "normalised": the gradient of a layer behind the first is divided by the squared norm
             of the layer's input, where that exceeds 1, so that a step means the same at any width.
         memory_hidden_step: the share of each step that the memory's hidden layers take; 1 is the paper as printed.
-        memory_value_norm: whether values, too, are normalised to length 1. Otherwise nothing holds their size.
+        memory_value_limit: whether values longer than 1 are shortened to length 1. Otherwise nothing holds their size.
         memory_norm_floor: a weak answer of the memory stays weak: the norm behind it adds `memory_norm_floor /
             head_dim` to the mean square, and a recalled value of length 1 has `1 / head_dim`. With 0, an answer about
             nothing counts as much as a fact.
@@ -119,7 +119,7 @@ class TitansConfig(PreTrainedConfig):
     memory_write: str = "delta"
     memory_step: str = "normalised"
     memory_hidden_step: float | int = 0.1
-    memory_value_norm: bool = True
+    memory_value_limit: bool = True
     memory_norm_floor: float | int = 1.0
     memory_combine: str = "gate_memory"
     memory_theta_start: float | int = 0.5
@@ -280,7 +280,7 @@ BEFORE = {
     "memory_write": "chunk",
     "memory_step": "plain",
     "memory_hidden_step": 1.0,
-    "memory_value_norm": False,
+    "memory_value_limit": False,
     "memory_norm_floor": 0.0,
     "memory_combine": "gate_attention",
     "memory_forget_to": "zero",
@@ -321,7 +321,7 @@ READING = (  # changes what a model makes of what it reads
     "memory_momentum",
     "memory_forget",
     "memory_forget_to",
-    "memory_value_norm",
+    "memory_value_limit",
     "memory_norm_floor",
     "memory_combine",
 )

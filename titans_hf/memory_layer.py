@@ -15,7 +15,7 @@ from .fast_paths import state_dtype, takes
 from .memory_ops import neural_memory, recall
 from .memory_rule import rule_of
 from .memory_state import MemoryState
-from .memory_tokens import SMALLEST, conv_silu, convolved, gated_norm
+from .memory_tokens import LONGEST, SMALLEST, conv_silu, convolved, gated_norm
 from .rows import take
 from .tails import Tail
 
@@ -201,7 +201,7 @@ class NeuralMemory(nn.Module):
         self.num_heads, self.head_dim = config.memory_num_heads, config.head_dim
         self.chunk_size, self.rule = config.memory_chunk_size, rule_of(config)
         self.gates_by_chunk = config.memory_gates == "chunk"
-        self.to_unit = 3 if config.memory_value_norm else 2  # of queries, keys and values
+        self.least_norms = (SMALLEST, SMALLEST, LONGEST if config.memory_value_limit else None)  # of q, k, v
         self.backend = config.memory_implementation
         width = self.num_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
@@ -297,15 +297,16 @@ class NeuralMemory(nn.Module):
     def _heads(self, projected: tuple[Tensor, ...], tail: Tail, lengths: Tensor | None) -> tuple[list[Tensor], Tail]:
         """Queries, and keys and values if given, each [B, T, H D], as heads [B, T, H, D]: convolved, through SiLU.
 
-        Queries and keys are normalised to length 1. The tail, of all streams side by side, is for the next call.
+        Queries and keys are normalised to length 1, and longer values shortened to it. The tail, of all streams side by
+        side, is for the next call.
         """
         streams, width = len(projected), self.num_heads * self.head_dim
         if self.conv is not None and self._fused(projected[0]):
             before = tail.last(self.conv_reach).split(width, dim=-1)
             taps = self.conv(streams * width).split(width, dim=-1)
             found = [
-                conv_silu(x, *past, self.num_heads, to_unit=i < self.to_unit)
-                for i, (x, *past) in enumerate(zip(projected, before, taps, strict=True))
+                conv_silu(x, *past, self.num_heads, least)
+                for least, x, *past in zip(self.least_norms, projected, before, taps)
             ]
             return found, tail.after(projected, lengths)
         joined = projected[0] if streams == 1 else torch.cat(projected, dim=-1)
@@ -316,9 +317,11 @@ class NeuralMemory(nn.Module):
                 extended[:, extended.shape[1] - joined.shape[1] - self.conv_reach :].to(taps.dtype), taps
             )
         mixed = F.silu(joined.to(state_dtype(joined.dtype))).unflatten(-1, (streams * self.num_heads, -1))
-        directions = min(streams, self.to_unit) * self.num_heads
-        heads = F.normalize(mixed[:, :, :directions], dim=-1, eps=SMALLEST).split(self.num_heads, dim=2)
-        return [*heads, mixed[:, :, directions:]][:streams], tail
+        directions, values = mixed[:, :, : 2 * self.num_heads], mixed[:, :, 2 * self.num_heads :]
+        heads = [*F.normalize(directions, dim=-1, eps=SMALLEST).split(self.num_heads, dim=2), values]
+        if streams == 3 and self.least_norms[2] is not None:
+            heads[2] = F.normalize(values, dim=-1, eps=self.least_norms[2])
+        return heads[:streams], tail
 
 
 def _gates_of_first_token(gates: Tensor, state: MemoryState, chunk_size: int) -> Tensor:

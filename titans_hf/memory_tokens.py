@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 BLOCK = 2**18  # numbers of a block
 SMALLEST = 1e-6  # a norm below this counts as this: a zero vector stays zero
+LONGEST = 1.0  # a norm below this counts as this: a vector becomes no longer, and a shorter one stays as it is
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
@@ -45,10 +46,10 @@ def convolved(extended: Tensor, taps: Tensor, out: Tensor | None = None) -> Tens
 
 class _ConvSilu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, before, taps, heads, to_unit):
+    def forward(ctx, x, before, taps, heads, least):
         ctx.save_for_backward(x, before, taps)
-        ctx.heads, ctx.to_unit = heads, to_unit
-        return _conv_silu(x, before, taps, heads, to_unit)
+        ctx.heads, ctx.least = heads, least
+        return _conv_silu(x, before, taps, heads, least)
 
     @staticmethod
     @once_differentiable
@@ -73,38 +74,39 @@ class _ConvSilu(torch.autograd.Function):
 
 def _unit_backward(dy: Tensor, z: Tensor, ctx) -> Tensor:
     """From the gradient of the outputs to that of SiLU's, [B, T, channels]."""
-    if not ctx.to_unit:
+    if ctx.least is None:
         return dy
     y, dy = (x.unflatten(-1, (ctx.heads, -1)) for x in (F.silu(z), dy))
     norm = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
-    share = (y * dy).sum(-1, keepdim=True).div_(norm.square()).masked_fill_(norm < SMALLEST, 0.0)
-    return torch.addcmul(dy, y, share, value=-1).div_(norm.clamp_(min=SMALLEST)).flatten(2)
+    share = (y * dy).sum(-1, keepdim=True).div_(norm.square()).masked_fill_(norm < ctx.least, 0.0)
+    return torch.addcmul(dy, y, share, value=-1).div_(norm.clamp_(min=ctx.least)).flatten(2)
 
 
-def _conv_silu(x: Tensor, before: Tensor, taps: Tensor, heads: int, to_unit: bool) -> Tensor:
+def _conv_silu(x: Tensor, before: Tensor, taps: Tensor, heads: int, least: float | None) -> Tensor:
     y = torch.empty(x.shape, dtype=taps.dtype, device=x.device)
     for block in _blocks(x):
         z = F.silu(convolved(_with_reach(x, before, block), taps, out=y[:, block]), inplace=True)
-        if to_unit:
+        if least is not None:
             z = z.unflatten(-1, (heads, -1))
-            z.div_(torch.linalg.vector_norm(z, dim=-1, keepdim=True).clamp_(min=SMALLEST))
+            z.div_(torch.linalg.vector_norm(z, dim=-1, keepdim=True).clamp_(min=least))
     return y.unflatten(-1, (heads, -1))
 
 
-def conv_silu(x: Tensor, before: Tensor, taps: Tensor, heads: int, to_unit: bool) -> Tensor:
-    """SiLU of a causal depthwise convolution, in heads, which `to_unit` normalises to length 1.
+def conv_silu(x: Tensor, before: Tensor, taps: Tensor, heads: int, least: float | None) -> Tensor:
+    """SiLU of a causal depthwise convolution, in heads, divided by their norms.
 
     Args:
         x: [B, T, channels].
         before: [B, reach, channels], the tokens before.
         taps: [reach + 1, channels], in the dtype to compute in.
+        least: norms below this count as this (`SMALLEST`, `LONGEST`); None leaves the heads as they are.
 
     Returns:
         [B, T, heads, D] in the dtype of the taps.
     """
     if torch.is_grad_enabled() and (x.requires_grad or before.requires_grad or taps.requires_grad):
-        return _ConvSilu.apply(x, before, taps, heads, to_unit)
-    return _conv_silu(x, before, taps, heads, to_unit)
+        return _ConvSilu.apply(x, before, taps, heads, least)
+    return _conv_silu(x, before, taps, heads, least)
 
 
 class _GatedNorm(torch.autograd.Function):
