@@ -299,7 +299,7 @@ def test_no_token_of_the_case_is_near_the_cap(shape, delta):
         here = [x.flatten(0, 1) for x in weights]
         if delta:
             before = Before.of(Coefficients(*gates).gates)
-            write = DeltaWrite(rule, here, [x.flatten(0, 1) for x in momentum], k, v, before)
+            write = DeltaWrite(rule, here, momentum[-1].flatten(0, 1), None, k, v, before)
         else:
             write = Write(rule, here, k, v)
         ratios += [a * g * step / self_check.CAP for (a, g), step in zip(write.norms, write.step_scale, strict=True)]

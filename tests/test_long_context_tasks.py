@@ -92,6 +92,8 @@ def speaking_model(variant: str, tokenizer):
     )
     with torch.no_grad():
         model.lm_head.weight[~printable] = 0.0
+        for layer in model.model.layers:
+            layer.mixer.memory.out_proj.weight.mul_(4)  # so that what it says hangs on what it remembers
     return model
 
 

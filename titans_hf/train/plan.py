@@ -82,9 +82,10 @@ def memory_flops(config: PreTrainedConfig) -> int:
         gates     C (C + 2)              the weight of each gradient for each later token
 
     where `w` sums the widths at both ends of every layer; `written_by_delta` adds what `memory_write="delta"` takes.
-    The backward computes write, read and gates again, and then
-    takes `8 |M| + 2 C w` for read and update, `2 |M| + 2 |M'|` for the write, a gradient through a gradient, and twice
-    the gates. MAC reads the memory once more for every token, `|M|` forward and `2 |M|` backward.
+    The backward computes write, read and gates again, and then takes `8 |M| + 2 C w` for read and update, `2 |M| + 2
+    |M'|` for the write, a gradient through a gradient, and twice the gates. Where forgetting leads to the start, each
+    read takes `|M|` more, and its backward `2 |M|`. MAC reads the memory once more for every token, `|M|` forward and
+    `2 |M|` backward.
     """
     if mixer_of(config) == "llama":
         return 0
@@ -96,19 +97,23 @@ def memory_flops(config: PreTrainedConfig) -> int:
     forward = write + update + read + gates
     backward = write + read + gates + 8 * M + 2 * chunk + 2 * M + 2 * deep + 2 * gates
     retrieval = 3 * M if config.variant == "mac" else 0
-    delta = written_by_delta(C, layers) if config.memory_write == "delta" else 0
+    to_start = config.memory_forget_to == "start"
+    delta = written_by_delta(C, layers, to_start) if config.memory_write == "delta" else 0
+    if to_start:
+        forward, backward = forward + M, backward + 3 * M
     return 2 * config.num_hidden_layers * config.memory_num_heads * (forward + backward + retrieval + delta)
 
 
-def written_by_delta(C: int, layers: list[tuple[int, int]]) -> int:
+def written_by_delta(C: int, layers: list[tuple[int, int]], to_start: bool) -> int:
     """What the errors that follow one another in the last layer add, per token and head, without the triangular solve.
 
-    The write takes the keys and errors through the momentum too, and compares each token's with those before it;
-    the backward computes that again, and its derivative.
+    The write takes the keys and errors through the momentum too, and `to_start` through the start, and compares each
+    token's with those before it; the backward computes that again, and its derivative.
     """
     (i, o), deep = layers[-1], len(layers) > 1
-    write = i * o + C * i + deep * (i * o + C * (i + o))
-    derivative = 2 * i * o + C * (i + 3 * o) + deep * 2 * (i * o + C * (i + o))
+    state = (1 + to_start) * i * o
+    write = state + C * i + deep * (state + C * (i + o))
+    derivative = 2 * state + C * (i + 3 * o) + deep * 2 * (state + C * (i + o))
     return 2 * write + derivative
 
 
