@@ -98,6 +98,7 @@ ABLATIONS = [
     dict(memory_write="chunk", memory_theta_max=0.5),
     dict(memory_step="plain"),
     dict(memory_hidden_step=1.0),
+    dict(memory_shared_keys=False),
     dict(memory_value_limit=False),
     dict(memory_norm_floor=0.0),
 ]
@@ -193,6 +194,13 @@ def test_a_fresh_model_of_any_width_says_little_and_starts_with_its_tokens(width
         assert 0.0015 < proj.weight.std() < 0.0025
 
 
+def test_without_a_convolution_keys_have_their_own_projection():
+    """With one projection and no convolution a token would find itself and nothing else."""
+    assert TitansForCausalLM(tiny_config("lmm")).model.layers[0].mixer.memory.k_proj is None
+    assert not tiny_config("lmm", memory_conv=False).memory_shared_keys
+    assert TitansForCausalLM(tiny_config("lmm", memory_conv=False)).model.layers[0].mixer.memory.k_proj is not None
+
+
 def test_as_printed_is_one_argument_and_what_older_files_mean():
     printed = TitansConfig.preset("titans-mag-170m", as_printed=True)
     assert (printed.memory_write, printed.memory_step, printed.memory_max_surprise) == ("chunk", "plain", None)
@@ -206,8 +214,8 @@ def test_as_printed_is_one_argument_and_what_older_files_mean():
 
 
 def test_a_fresh_mac_attends_to_itself_first():
-    """Keys start as twice the queries of their group's first head; the memory's keys as its queries."""
-    mixer = TitansForCausalLM(tiny_config("mac")).model.layers[1].mixer
+    """Keys start as twice the queries of their group's first head; the memory's own keys, if any, as its queries."""
+    mixer = TitansForCausalLM(tiny_config("mac", memory_shared_keys=False)).model.layers[1].mixer
     queries = mixer.attention.q_proj.weight.unflatten(0, (4, 6))
     assert torch.equal(mixer.attention.k_proj.weight.unflatten(0, (2, 6)), 2 * queries[[0, 2]])
     assert torch.equal(mixer.memory.k_proj.weight, mixer.memory.q_proj.weight)

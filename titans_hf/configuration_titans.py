@@ -53,6 +53,9 @@ class TitansConfig(PreTrainedConfig):
         memory_step: "plain", or "normalised": the gradient of a layer behind the first is divided by the squared norm
             of the layer's input, where that exceeds 1, so that a step means the same at any width.
         memory_hidden_step: the share of each step that the memory's hidden layers take; 1 is the paper as printed.
+        memory_shared_keys: whether the memory's queries and keys have one projection, and differ by their convolutions
+            alone; by default where there is a convolution. False is the paper as printed: two projections that start
+            alike drift apart in the first hundred steps, and a query no longer finds what was written under its key.
         memory_value_limit: whether values longer than 1 are shortened to length 1. Otherwise nothing holds their size.
         memory_norm_floor: a weak answer of the memory stays weak: the norm behind it adds `memory_norm_floor /
             head_dim` to the mean square, and a recalled value of length 1 has `1 / head_dim`. With 0, an answer about
@@ -119,6 +122,7 @@ class TitansConfig(PreTrainedConfig):
     memory_write: str = "delta"
     memory_step: str = "normalised"
     memory_hidden_step: float | int = 0.1
+    memory_shared_keys: bool | None = None
     memory_value_limit: bool = True
     memory_norm_floor: float | int = 1.0
     memory_combine: str = "gate_memory"
@@ -140,6 +144,8 @@ class TitansConfig(PreTrainedConfig):
             self.memory_num_heads = self.num_attention_heads
         if self.memory_theta_max is None and self.memory_chunk_size > 0:
             self.memory_theta_max = 0.5 if self.memory_write == "delta" else 1 / (4 * self.memory_chunk_size)
+        if self.memory_shared_keys is None:
+            self.memory_shared_keys = self.memory_conv
         if self.memory_alpha_start is None:
             self.memory_alpha_start = [0.05, 0.0005]
         if self.embedding_initializer_range is None and self.hidden_size > 0:
@@ -280,6 +286,7 @@ BEFORE = {
     "memory_write": "chunk",
     "memory_step": "plain",
     "memory_hidden_step": 1.0,
+    "memory_shared_keys": False,
     "memory_value_limit": False,
     "memory_norm_floor": 0.0,
     "memory_combine": "gate_attention",
@@ -321,6 +328,7 @@ READING = (  # changes what a model makes of what it reads
     "memory_momentum",
     "memory_forget",
     "memory_forget_to",
+    "memory_shared_keys",
     "memory_value_limit",
     "memory_norm_floor",
     "memory_combine",
@@ -369,9 +377,9 @@ PRESET_SIZES = {
     "760m": {"hidden_size": 1536, "num_attention_heads": 24},
 }
 PRESET_STACKS = {
-    "170m": {"attention": (12, 2816), "lmm": (14, 3136)},
-    "340m": {"attention": (16, 3072), "lmm": (20, 3200)},
-    "400m": {"attention": (20, 2816), "lmm": (24, 3136)},
-    "760m": {"attention": (18, 3840), "lmm": (24, 3776)},
+    "170m": {"attention": (12, 3072), "lmm": (14, 3392)},
+    "340m": {"attention": (16, 3392), "lmm": (20, 3520)},
+    "400m": {"attention": (20, 3136), "lmm": (24, 3520)},
+    "760m": {"attention": (18, 4352), "lmm": (24, 4288)},
 }
 PRESETS = tuple(f"titans-{variant}-{size}" for variant in VARIANTS for size in PRESET_SIZES)

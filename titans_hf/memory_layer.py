@@ -60,9 +60,10 @@ class CausalConv(nn.Module):
     """The weights of a causal depthwise convolution over tokens, of queries, keys and values side by side.
 
     Queries start at their own token and, half as much, the one before. Keys start one token further back, values at
-    their own token. Keys and queries start with the same projection, so the first thing written is already "this value
-    came after that token", and a query finds it when that token returns: recall is learned many times sooner. Values
-    start at half their size: at full size, 2 to 16 tokens of a hundred of ordinary text ran into the cap on surprise.
+    their own token. Keys and queries have the same projection, or start with it, so the first thing written is already
+    "this value came after that token", and a query finds it when that token returns: recall is learned many times
+    sooner. Values start at half their size: at full size, 2 to 16 tokens of a hundred of ordinary text ran into the cap
+    on surprise.
     """
 
     def __init__(self, channels: int, width: int):
@@ -189,7 +190,7 @@ class Written:
 
 
 class NeuralMemory(nn.Module):
-    """The long-term memory as a sequence layer. Its keys start equal to its queries, one token back (`CausalConv`).
+    """The long-term memory as a sequence layer. Its keys are its queries, one token back at first (`CausalConv`).
 
     >>> memory = NeuralMemory(TitansConfig(hidden_size=64, num_attention_heads=2))
     >>> carry = memory.begin(batch_size=3)
@@ -205,7 +206,7 @@ class NeuralMemory(nn.Module):
         self.backend = config.memory_implementation
         width = self.num_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.k_proj = None if config.memory_shared_keys else nn.Linear(config.hidden_size, width, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, width, bias=False)
         self.conv = CausalConv(3 * width, config.memory_conv_width) if config.memory_conv else None
         self.write_gates = WriteGates(config)
@@ -254,7 +255,9 @@ class NeuralMemory(nn.Module):
 
         Returns the outputs [B, T, hidden], the carry after the last token, and the tokens as they were written.
         """
-        (q, k, v), tail = self._heads((self.q_proj(x), self.k_proj(x), self.v_proj(x)), carry.tail, lengths)
+        q = self.q_proj(x)
+        k = q if self.k_proj is None else self.k_proj(x)
+        (q, k, v), tail = self._heads((q, k, self.v_proj(x)), carry.tail, lengths)
         state, backend = carry.state, self.backend
         if chunk_size is None:
             chunk_size = self.chunk_size

@@ -152,7 +152,7 @@ class TitansPreTrainedModel(PreTrainedModel):
                 init.copy_(module.k_proj.weight, module.keys_like_queries())
             self._init_output(module.o_proj)
         elif isinstance(module, NeuralMemory):
-            if _is_fresh(module.k_proj.weight):
+            if module.k_proj is not None and _is_fresh(module.k_proj.weight):
                 init.copy_(module.k_proj.weight, module.q_proj.weight)
             self._init_output(module.out_proj)
         elif isinstance(module, nn.Embedding):

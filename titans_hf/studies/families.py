@@ -78,19 +78,16 @@ def _gdn(sizes: dict, fields: dict) -> PreTrainedModel:
 
     layers, heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
     width = sizes["hidden_size"] // heads
-    return Qwen3NextForCausalLM(
-        Qwen3NextConfig(
-            **_common(sizes),
-            num_key_value_heads=heads,
-            head_dim=width,
-            **{"linear_num_key_heads": heads, "linear_num_value_heads": heads},
-            **{"linear_key_head_dim": width, "linear_value_head_dim": width},
-            layer_types=["linear_attention"] * layers,
-            mlp_only_layers=list(range(layers)),
-            num_experts=0,
-            **fields,
-        )
-    )
+    own = {
+        "num_key_value_heads": heads,
+        "head_dim": width,
+        **{"linear_num_key_heads": heads, "linear_num_value_heads": heads},
+        **{"linear_key_head_dim": width, "linear_value_head_dim": width},
+        "layer_types": ["linear_attention"] * layers,
+        "mlp_only_layers": list(range(layers)),
+        "num_experts": 0,
+    }
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**{**_common(sizes), **own, **fields}))
 
 
 def _llama(sizes: dict, fields: dict) -> PreTrainedModel:
