@@ -172,7 +172,7 @@ def test_a_fresh_model_starts_where_its_docstrings_say():
     theta, eta, alpha = memory.write_gates(torch.randn(1, 1, 14)).unbind(2)
     assert torch.allclose(eta, torch.tensor(0.0999))
     assert torch.allclose(theta / (1 - eta), torch.tensor(0.25)), "half of what replaces a value"
-    assert torch.allclose(alpha, torch.tensor([0.05, 0.005, 0.0005])), "in equal ratios over the heads"
+    assert torch.allclose(alpha, torch.tensor([5e-2, 50**0.5 * 1e-4, 1e-5]), atol=1e-9), "in equal ratios over the heads"
     first, last = memory.start.weights
     assert 0.4 < first.std() < 0.6
     assert (last == 0).all()
@@ -180,7 +180,7 @@ def test_a_fresh_model_starts_where_its_docstrings_say():
 
 def test_a_single_head_starts_by_keeping_a_text():
     gates = TitansForCausalLM(tiny_config("mag", memory_num_heads=1)).model.layers[0].mixer.memory.write_gates
-    assert torch.allclose(gates(torch.randn(1, 1, 14))[0, 0, 2], torch.tensor([0.0005]))
+    assert torch.allclose(gates(torch.randn(1, 1, 14))[0, 0, 2], torch.tensor([1e-5]), atol=1e-9)
 
 
 @pytest.mark.parametrize("width", [32, 96])

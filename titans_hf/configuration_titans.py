@@ -147,7 +147,7 @@ class TitansConfig(PreTrainedConfig):
         if self.memory_shared_keys is None:
             self.memory_shared_keys = self.memory_conv
         if self.memory_alpha_start is None:
-            self.memory_alpha_start = [0.05, 0.0005]
+            self.memory_alpha_start = [0.05, 1e-5]
         if self.embedding_initializer_range is None and self.hidden_size > 0:
             self.embedding_initializer_range = self.hidden_size**-0.5
         if self.head_dim is None and self.num_attention_heads > 0:
