@@ -172,7 +172,7 @@ def test_a_fresh_model_starts_where_its_docstrings_say():
     theta, eta, alpha = memory.write_gates(torch.randn(1, 1, 14)).unbind(2)
     assert torch.allclose(eta, torch.tensor(0.0999))
     assert torch.allclose(theta / (1 - eta), torch.tensor(0.25)), "half of what replaces a value"
-    assert torch.allclose(alpha, torch.tensor([5e-2, 50**0.5 * 1e-4, 1e-5]), atol=1e-9), "in equal ratios over the heads"
+    assert torch.allclose(alpha, torch.tensor([5e-2, 50**0.5 * 1e-4, 1e-5]), atol=1e-9), "in equal ratios"
     first, last = memory.start.weights
     assert 0.4 < first.std() < 0.6
     assert (last == 0).all()
