@@ -52,6 +52,14 @@ def tiny_model(variant: str, dtype: torch.dtype = torch.float64, seed: int = 0, 
     return model
 
 
+def hang_on_memory(model: TitansForCausalLM) -> TitansForCausalLM:
+    """The model with louder memories, so that what it says hangs on what it remembers."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mixer.memory.out_proj.weight.mul_(4)
+    return model
+
+
 def take_flash_attention(model: TitansForCausalLM, monkeypatch) -> None:
     """Give `model` flash attention's contract in plain torch: bottom-right aligned window, 2D mask over keys."""
 

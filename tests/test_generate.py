@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support import assert_close, chat_tokenizer, every_variant, random_ids, take_flash_attention, tiny_model
+from support import assert_close, chat_tokenizer, every_variant, hang_on_memory, random_ids, take_flash_attention, tiny_model
 from transformers import (
     CompileConfig,
     DynamicCache,
@@ -90,7 +90,7 @@ def test_sampling_and_its_returned_sequences_do_not_depend_on_the_cache(variant,
 @every_variant
 def test_beam_search_takes_each_beam_with_its_memory(variant, monkeypatch):
     """And this prompt tells: with memories that stay behind, the beams have other scores."""
-    model, ids = tiny_model(variant), random_ids(2, 10)
+    model, ids = hang_on_memory(tiny_model(variant)), random_ids(2, 10)
     options = dict(max_new_tokens=12, num_beams=4, return_dict_in_generate=True, output_scores=True, **GREEDY)
     expected = model.generate(ids, use_cache=False, **options)
     for how in ({}, {"cache_implementation": "static", "disable_compile": True}):

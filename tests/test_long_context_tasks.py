@@ -6,7 +6,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from support import VARIANTS, chat_tokenizer, every_variant, save_chat_model, tiny_model
+from support import VARIANTS, chat_tokenizer, every_variant, hang_on_memory, save_chat_model, tiny_model
 from typer.testing import CliRunner
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install titans-hf[eval])")
@@ -92,9 +92,7 @@ def speaking_model(variant: str, tokenizer):
     )
     with torch.no_grad():
         model.lm_head.weight[~printable] = 0.0
-        for layer in model.model.layers:
-            layer.mixer.memory.out_proj.weight.mul_(4)  # so that what it says hangs on what it remembers
-    return model
+    return hang_on_memory(model)
 
 
 @pytest.fixture(scope="module")

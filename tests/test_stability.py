@@ -57,7 +57,7 @@ def test_a_start_that_is_given_back_does_not_fade(variant):
     """With the rule as printed it does, on unrelated tokens: what the memory has learned in training is lost."""
     left = {}
     for forget_to in ("zero", "start"):
-        model = build_model(variant, memory_forget_to=forget_to)
+        model = build_model(variant, memory_forget_to=forget_to, memory_alpha_start=[0.05, 0.0005])
         cache = TitansCache(model.config)
         for piece in hard_rows(0, 8_000)[2:].split(1999, dim=1):
             model(piece, past_key_values=cache)

@@ -41,7 +41,7 @@ MODELS = {
     "mac": Small("titans-mac-3m", "small-titans", ("model.config.variant=mac",)),
     "mag": Small("titans-mag-3m", "small-titans"),
     "mal": Small("titans-mal-3m", "small-titans", ("model.config.variant=mal",)),
-    "lmm": Small("titans-lmm-3m", "small-titans", ("model.config.variant=lmm", "model.config.intermediate_size=768")),
+    "lmm": Small("titans-lmm-3m", "small-titans", ("model.config.variant=lmm", "model.config.intermediate_size=832")),
     "llama": Small("llama-3m", "small-llama"),
 }
 
