@@ -6,7 +6,15 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support import assert_close, chat_tokenizer, every_variant, hang_on_memory, random_ids, take_flash_attention, tiny_model
+from support import (
+    assert_close,
+    chat_tokenizer,
+    every_variant,
+    hang_on_memory,
+    random_ids,
+    take_flash_attention,
+    tiny_model,
+)
 from transformers import (
     CompileConfig,
     DynamicCache,
