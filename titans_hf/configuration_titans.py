@@ -55,7 +55,7 @@ class TitansConfig(PreTrainedConfig):
         memory_hidden_step: the share of each step that the memory's hidden layers take; 1 is the paper as printed.
         memory_shared_keys: whether the memory's queries and keys have one projection, and differ by their convolutions
             alone; by default where there is a convolution. False is the paper as printed: two projections that start
-            alike drift apart in the first hundred steps, and a query no longer finds what was written under its key.
+            alike drift apart in the first few hundred steps, and a query no longer finds what was written.
         memory_value_limit: whether values longer than 1 are shortened to length 1. Otherwise nothing holds their size.
         memory_norm_floor: a weak answer of the memory stays weak: the norm behind it adds `memory_norm_floor /
             head_dim` to the mean square, and a recalled value of length 1 has `1 / head_dim`. With 0, an answer about
