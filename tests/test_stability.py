@@ -6,7 +6,9 @@ import pytest
 import torch
 from support import VARIANTS, every_variant, memory_inputs, slow_but, tiny_model
 
-from titans_hf import MemoryState, TitansCache, memory_chunks, neural_memory
+from titans_hf import MemoryState, TitansCache, TitansConfig, memory_chunks, neural_memory
+from titans_hf.memory_layer import WriteGates
+from titans_hf.memory_rule import rule_of
 from titans_hf.studies.stability import build_model, hard_rows
 
 slow = pytest.mark.slow
@@ -103,7 +105,9 @@ def test_the_rule_as_printed_diverges_on_a_repeated_token_and_the_cap_prevents_i
 def surprise_at_one_token(eta: float, theta_max: float, write: str = "chunk") -> torch.Tensor:
     """By token, of a linear memory that forgets nothing and takes the largest steps, without the cap."""
     linear = {"memory_depth": 1, "memory_forget": False, "memory_max_surprise": None, "memory_theta_max": theta_max}
-    model = tiny_model("lmm", memory_chunk_size=16, num_hidden_layers=1, memory_write=write, **linear)
+    model = tiny_model(
+        "lmm", memory_chunk_size=16, memory_eta_max=0.999, num_hidden_layers=1, memory_write=write, **linear
+    )
     gates = model.model.layers[0].mixer.memory.write_gates
     with torch.no_grad():
         gates.proj.weight.zero_()
@@ -121,6 +125,31 @@ def test_steps_of_one_over_the_chunk_do_not_overshoot_equal_keys(eta):
 def test_larger_steps_do():
     surprise = surprise_at_one_token(1e-9, 1.1 / 16)
     assert surprise[-1] > 1e6 * surprise[:16].max()
+
+
+def gradient_under_wild_gates(**fields) -> float:
+    """The largest number in the gradient of the keys, where keys are alike and gates jump from token to token."""
+    config = TitansConfig(hidden_size=64, num_attention_heads=1, **fields)
+    generator = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    k, v = (normal(1, 1024, 1, 64) + 1.5 * normal(1, 1, 1, 64), normal(1, 1024, 1, 64))
+    k, v = (torch.nn.functional.normalize(x, dim=-1) for x in (k, v))
+    k.requires_grad_()
+    gates = WriteGates(config)
+    with torch.no_grad():
+        gates.proj.weight.copy_(4 * torch.eye(3, 64))
+        gates.proj.bias.copy_(torch.tensor([2.0, 4.0, -12.0]))  # theta, eta, alpha
+    weights = (0.5 * normal(1, 1, 64, 128), torch.zeros(1, 1, 128, 64))
+    state = MemoryState(weights, tuple(map(torch.zeros_like, weights)), start=weights)
+    theta_eta_alpha = gates(normal(1, 1024, 64)).unbind(2)
+    y, _ = neural_memory(k, k, v, *theta_eta_alpha, state, chunk_size=32, rule=rule_of(config))
+    (y * normal(*y.shape)).sum().backward()
+    return k.grad.abs().max().item() / y.numel() ** 0.5
+
+
+def test_a_short_momentum_bounds_the_gradients_of_training():
+    assert gradient_under_wild_gates() < 10
+    assert gradient_under_wild_gates(memory_eta_max=0.999, memory_hidden_step=0.1) > 1e3, "or the test cannot fail"
 
 
 def test_by_delta_the_largest_steps_do_not_and_leave_nothing_to_learn():

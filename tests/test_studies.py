@@ -97,19 +97,32 @@ def small_text(tmp_path_factory) -> Path:
 def test_learning_chooses_on_other_text_than_it_reports_and_finds_its_runs_again(small_text, tmp_path, monkeypatch):
     monkeypatch.setattr(learning, "SIZES", {**SIZES, "vocab_size": 300})
     monkeypatch.setattr(learning, "PARAMETERS", 150_000)
+    monkeypatch.setattr(learning, "TEXTS", {"choose": 2, "report": 2, "far": 1})
     monkeypatch.setattr(learning, "perform_all", in_this_process(learning))
     command = ["--text", str(small_text), "--models", "lmm,llama", "--tokens", "2048", "--lr", "1e-3,3e-3"]
-    command += ["--seeds", "0,1", "--evaluated", "300", "--out", str(tmp_path / "runs"), "--set", "lmm.memory_depth=1"]
+    command += [
+        "--grid-tokens",
+        "1024",
+        "--seeds",
+        "0,1",
+        "--evaluated",
+        "1500",
+        "--out",
+        str(tmp_path / "runs"),
+        "--set",
+        "lmm.memory_depth=1",
+    ]
     record = tmp_path / "learning"
     found = learning.main([*command, "--record", str(record)])
     assert [one["model"] for one in found] == ["lmm", "llama"]
     lmm, llama = found
     assert len(lmm["grid"]) == 2
-    assert [run["seed"] for run in lmm["runs"]] == [0, 1]
-    assert lmm["settings"]["lr"] == min(lmm["grid"], key=lambda point: point["choose"])["lr"]
+    assert [(run["seed"], run["tokens"]) for run in lmm["runs"]] == [(0, 2048), (1, 2048)]
+    assert lmm["runs"][0]["lr"] == min(lmm["grid"], key=lambda point: point["choose"])["lr"]
+    assert len(lmm["runs"][0]["far"]) == len(lmm["runs"][0]["far_places"]) == 5
     assert "report_off" in lmm["runs"][0]
     assert "report_off" not in llama["runs"][0]
-    assert json.loads(lmm["settings"]["fields"]) == {"memory_depth": 1}
+    assert json.loads(lmm["runs"][0]["fields"]) == {"memory_depth": 1}
     written = json.loads(record.with_suffix(".json").read_text())
     assert {row["model"]: row["seeds"] for row in written["table"]} == {"lmm": 2, "llama": 2}
     assert record.with_suffix(".png").stat().st_size > 10_000
@@ -120,12 +133,12 @@ def test_learning_chooses_on_other_text_than_it_reports_and_finds_its_runs_again
 def in_this_process(study):
     """`perform_all` without processes of its own, which would import everything once more."""
 
-    def perform_all(runs, args):
+    def perform_all(runs, args, parts=("choose", "report", "far")):
         args.out.mkdir(parents=True, exist_ok=True)
         threads = torch.get_num_threads()
         for run in runs:
             if not (args.out / f"{run.name}.json").exists():
-                study.perform(run, args.text, args.out, args.evaluated)
+                study.perform(run, args.text, args.out, args.evaluated, parts)
         torch.set_num_threads(threads)
         return [json.loads((args.out / f"{run.name}.json").read_text()) for run in runs]
 

@@ -47,7 +47,9 @@ class TitansConfig(PreTrainedConfig):
             once momentum has spent it. By default 1/2 with `memory_write="delta"`, where that replaces the whole value
             of a key, and else `1 / (4 * memory_chunk_size)`, saved as a number: it does not follow a chunk size that is
             changed later.
-        memory_eta_max: upper end of the momentum decay eta; the momentum sums at most `1 / (1 - memory_eta_max)` steps.
+        memory_eta_max: upper end of the momentum decay eta. Where eta rises behind a large step, the step counts up to
+            `1 / (1 - memory_eta_max)` times, and what that does to gradients through the memory grows with the length
+            of the text.
         memory_write: "chunk" takes all gradients of a chunk at its start (Eq. 16). "delta" takes each token's error in
             the memory's last layer after the writes of the tokens before it, so that larger steps are stable.
         memory_step: "plain", or "normalised": the gradient of a layer behind the first is divided by the squared norm
@@ -118,10 +120,10 @@ class TitansConfig(PreTrainedConfig):
     memory_chunk_size: int = 64
     memory_max_surprise: float | int | None = 10.0
     memory_theta_max: float | int | None = None
-    memory_eta_max: float | int = 0.999
+    memory_eta_max: float | int = 0.9
     memory_write: str = "delta"
     memory_step: str = "normalised"
-    memory_hidden_step: float | int = 0.1
+    memory_hidden_step: float | int = 0.03
     memory_shared_keys: bool | None = None
     memory_value_limit: bool = True
     memory_norm_floor: float | int = 1.0
@@ -292,7 +294,7 @@ BEFORE = {
     "memory_combine": "gate_attention",
     "memory_forget_to": "zero",
 }
-AS_PRINTED = {**BEFORE, "memory_max_surprise": None}
+AS_PRINTED = {**BEFORE, "memory_max_surprise": None, "memory_eta_max": 0.999}
 
 # Every field is in one of three groups. A cache filled, or a snapshot saved, under one value of a field of SHAPE or
 # READING cannot be read under another.

@@ -3,17 +3,18 @@
     python scripts/train/small_text.py --data DATA --out runs/small
     python scripts/studies/learning.py --text runs/small --models lmm,gdn,llama --out runs/learning
 
-Every model is trained with every learning rate and every start of the grid on the first seed. The setting with the
-lowest loss on the novels kept to choose by is trained with the other seeds too. What is reported is the loss on other
-novels, by place in the text, and for Titans the same with the memory never written. Baselines get the quiet start of
-Titans' mixers as well. Each run is a JSON file in `--out`,
-and a run that has its file is not done again; `--jobs` runs go on side by side, with one thread each.
+Every model is trained with every learning rate and every start of the grid on the first seed, on `--grid-tokens`. The
+setting with the lowest loss on the novels kept to choose by is trained on `--tokens`, with all seeds. What is reported
+is the loss on other novels: at the later places of texts as long as a row of training, and by place in longer texts;
+for Titans the same with the memory never written. Baselines get the quiet start of Titans' mixers as well. Each run is
+a JSON file in `--out`, and a run that has its file is not done again; `--jobs` runs go on side by side, with one thread
+each, the first seed of all models first.
 """
 
 import argparse
 import json
 import time
-from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -34,7 +35,8 @@ from .settings import numbers, read_fields, show
 SIZES = {"vocab_size": 4096, "hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3, "window": 128}
 PARAMETERS = 3_400_000
 ROW = 1024
-EVALUATED = 4  # rows' length of a text that is read to its end
+EVALUATED = 16  # rows' length of a text that is read to its end
+TEXTS = {"choose": 24, "report": 32, "far": 2}  # as long as a row; those of "far" are read to their end
 FROM = 512  # places from here on are what runs are compared by, up to the length of a row
 
 
@@ -130,31 +132,31 @@ def losses_by_place(model: PreTrainedModel, texts: list[Tensor], **options) -> l
     return [round(found[start:end].mean().item(), 4) for start, end in places(len(found) + 1)]
 
 
-def perform(run: Run, folder: Path, out: Path, evaluated: int) -> None:
-    """Train and measure one run, and write its file; a process of its own calls this."""
+def perform(run: Run, folder: Path, out: Path, evaluated: int, parts: Iterable[str]) -> None:
+    """Train a run, measure these parts of `TEXTS`, and write its file; a process of its own calls this."""
     torch.set_num_threads(1)
     progress = out / f"{run.name}.progress"
     model, measured = train(run, training_tokens(folder, run.tokens), progress)
-    results = {}
-    for part in ("choose", "report"):
-        texts = held_out_texts(folder, part, evaluated, 8 if part == "choose" else 16)
-        results[part] = losses_by_place(model, texts)
-        if run.model in VARIANTS:
-            results[f"{part}_off"] = losses_by_place(model, texts, memory_read_only=True)
+    results = {"places": places(ROW), "far_places": places(evaluated)}
+    for part in parts:
+        novels, length = ("report", evaluated) if part == "far" else (part, ROW)
+        found = held_out_texts(folder, novels, length, TEXTS[part])
+        results[part] = losses_by_place(model, found)
+        if run.model in VARIANTS and part != "choose":
+            results[f"{part}_off"] = losses_by_place(model, found, memory_read_only=True)
     model.save_pretrained(out / f"{run.name}.model")
-    content = {"places": places(evaluated), **results}
-    write_text(out / f"{run.name}.json", json.dumps({**asdict(run), **measured, **content}, indent=1) + "\n")
+    write_text(out / f"{run.name}.json", json.dumps({**asdict(run), **measured, **results}, indent=1) + "\n")
     progress.unlink(missing_ok=True)
 
 
-def perform_all(runs: list[Run], args: argparse.Namespace) -> list[dict]:
+def perform_all(runs: list[Run], args: argparse.Namespace, parts: Iterable[str] = tuple(TEXTS)) -> list[dict]:
     """All runs, those that have no file in `--jobs` processes; their records in the order of `runs`."""
     left = [run for run in runs if not (args.out / f"{run.name}.json").exists()]
     if left:
         args.out.mkdir(parents=True, exist_ok=True)
         training_tokens(args.text, 1)  # tokenised once, before there are several processes
         with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-            waiting = [pool.submit(perform, run, args.text, args.out, args.evaluated) for run in left]
+            waiting = [pool.submit(perform, run, args.text, args.out, args.evaluated, parts) for run in left]
             for run, done in zip(tqdm(left, desc="runs"), waiting, strict=True):
                 tqdm.write(run.name)
                 done.result()
@@ -169,30 +171,42 @@ def compared_by(record: dict, part: str) -> float:
 
 def study(args: argparse.Namespace) -> list[dict]:
     """Per model the records of its best setting, all seeds, and of the grid it was chosen from."""
-    first, *others = args.seeds
-    grid = {
-        model: [
-            Run(model, args.tokens, lr, start, first, args.fields.get(model, "{}"))
-            for lr in args.lr
-            for start in args.start
+    grids = {model: tuned(model, args) for model in args.models} if len(args.lr) * len(args.start) > 1 else {}
+    kept = tuple(TEXTS) if args.grid_tokens == args.tokens else ("choose",)  # else the best is trained again
+    perform_all([run for grid in grids.values() for run in grid], args, kept)
+    best, tried = {}, {}
+    for model in args.models:
+        records = perform_all(grids.get(model, []), args)
+        tried[model] = [
+            {"lr": record["lr"], "start": record["start"], "choose": compared_by(record, "choose")}
+            for record in records
         ]
+        best[model] = min(tried[model], key=lambda point: point["choose"], default={})
+    runs = {
+        (model, seed): Run(
+            model,
+            args.tokens,
+            best[model].get("lr", args.lr[0]),
+            best[model].get("start", args.start[0]),
+            seed,
+            args.fields.get(model, "{}"),
+        )
+        for seed in args.seeds
         for model in args.models
     }
-    tried = perform_all([run for runs in grid.values() for run in runs], args)
-    by_model = defaultdict(list)
-    for run, record in zip((run for runs in grid.values() for run in runs), tried, strict=True):
-        by_model[run.model].append((compared_by(record, "choose"), run))
-    best = {model: min(found, key=lambda pair: pair[0])[1] for model, found in by_model.items()}
-    seeded = {model: [Run(**{**asdict(run), "seed": seed}) for seed in args.seeds] for model, run in best.items()}
-    records = iter(perform_all([run for runs in seeded.values() for run in runs], args))
+    records = dict(zip(runs, perform_all(list(runs.values()), args), strict=True))
     return [
-        {
-            "model": model,
-            "settings": asdict(best[model]),
-            "grid": [{"lr": run.lr, "start": run.start, "choose": loss} for loss, run in by_model[model]],
-            "runs": [next(records) for _ in runs],
-        }
-        for model, runs in seeded.items()
+        {"model": model, "grid": tried[model], "runs": [records[model, seed] for seed in args.seeds]}
+        for model in args.models
+    ]
+
+
+def tuned(model: str, args: argparse.Namespace) -> list[Run]:
+    """The runs that a model's setting is chosen from."""
+    return [
+        Run(model, args.grid_tokens, lr, start, args.seeds[0], args.fields.get(model, "{}"))
+        for lr in args.lr
+        for start in args.start
     ]
 
 
@@ -203,8 +217,8 @@ def row(found: dict) -> dict:
     return {
         "model": found["model"],
         "parameters": found["runs"][0]["parameters"],
-        "lr": found["settings"]["lr"],
-        "start": found["settings"]["start"],
+        "lr": found["runs"][0]["lr"],
+        "start": found["runs"][0]["start"],
         "seeds": len(losses),
         "nats": round(mean(losses), 4),
         "spread": round(stdev(losses), 4) if len(losses) > 1 else None,
@@ -221,11 +235,11 @@ def draw(study: list[dict], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7.5, 4))
     for found, colour in zip(study, plt.rcParams["axes.prop_cycle"].by_key()["color"]):
         runs = found["runs"]
-        ends = [end for _, end in runs[0]["places"]]
-        for part, style in (("report", "o-"), ("report_off", "--")):
+        ends = [end for _, end in runs[0]["far_places"]]
+        for part, style in (("far", "o-"), ("far_off", "--")):
             if part in runs[0]:
                 by_place = [mean(run[part][i] for run in runs) for i in range(len(ends))]
-                label = found["model"] if part == "report" else None
+                label = found["model"] if part == "far" else None
                 axes.plot(ends, by_place, style, color=colour, markersize=3, label=label)
     axes.axvline(ROW, color="black", linestyle=":", linewidth=0.8, label="a row of training")
     axes.set(xscale="log", xlabel="place in the text (tokens)", ylabel="nats per token")
@@ -241,6 +255,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser.add_argument("--text", type=Path, default=Path("runs/small"), help="what small_text.py has made")
     parser.add_argument("--models", default="lmm,gdn,llama", help=f"some of {', '.join(FAMILIES)}")
     parser.add_argument("--tokens", type=float, default=4e5, help="to train each on")
+    parser.add_argument("--grid-tokens", type=float, help="to train each setting of the grid on; by default --tokens")
     parser.add_argument("--lr", type=numbers, default=[1e-3, 2e-3, 4e-3], metavar="A,B", help="learning rates")
     parser.add_argument("--start", type=numbers, default=[1.0], metavar="A,B", help="embeddings' start x sqrt(width)")
     parser.add_argument("--seeds", type=lambda text: [int(x) for x in text.split(",")], default=[0], metavar="A,B")
@@ -251,9 +266,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser.add_argument("--record", type=Path, help="write <record>.json and <record>.png")
     args = parser.parse_args(argv)
     args.models, args.tokens = args.models.split(","), int(args.tokens)
+    args.grid_tokens = int(args.grid_tokens or args.tokens)
     args.fields = read_fields(parser, args)
-    if args.tokens < ROW:
-        parser.error(f"--tokens must be {ROW} or more, a row of training")
+    if min(args.tokens, args.grid_tokens) < ROW:
+        parser.error(f"--tokens and --grid-tokens must be {ROW} or more, a row of training")
     if not (args.text / "novels.jsonl").is_file():
         parser.error(f"--text: {args.text / 'novels.jsonl'} is not there; make it with scripts/train/small_text.py")
 

@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from .. import TitansCache, TitansForCausalLM
+from .. import TitansCache, TitansConfig, TitansForCausalLM
 from ..configuration_titans import VARIANTS
 from ..records.files import write_record
 from ..train.small_titans import small_titans
 
 VOCAB = 256
 ROWS = ("repeated", "alternating", "random")
+LONGEST_ETA = 0.999  # that `TitansConfig` admits
 
 
 def build_model(variant: str, worst_gates: bool = False, hidden_size: int = 16, **fields) -> TitansForCausalLM:
@@ -33,7 +34,8 @@ def build_model(variant: str, worst_gates: bool = False, hidden_size: int = 16, 
         intermediate_size=24,
         segment_size=128,
         sliding_window=64,
-        memory_theta_max=0.1 / (1 - 0.999) if worst_gates else None,
+        memory_theta_max=0.1 / (1 - LONGEST_ETA) if worst_gates else None,
+        memory_eta_max=LONGEST_ETA if worst_gates else TitansConfig.memory_eta_max,
         initializer_range=0.25,
         **fields,
     ).eval()
