@@ -10,7 +10,7 @@ from support import random_ids, tiny_model
 pytest.importorskip("tqdm", reason="tqdm is not installed (pip install titans-hf[dev])")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install titans-hf[viz])")
 
-from titans_hf.studies import learning, mqar, probe  # noqa: E402
+from titans_hf.studies import learning, probe  # noqa: E402
 from titans_hf.studies.families import FAMILIES, build  # noqa: E402
 from titans_hf.studies.places import places, token_losses  # noqa: E402
 from titans_hf.train.corpus import train_tokenizer  # noqa: E402
@@ -157,41 +157,3 @@ def test_learning_refuses_what_it_cannot_do(arguments, message, capsys):
     with pytest.raises(SystemExit):
         learning.main(arguments)
     assert message in capsys.readouterr().err
-
-
-def test_mqar_asks_every_pair_once_and_the_answer_follows_no_key():
-    """The wanted value stands only beside its key at the front: the place that is asked does not show it."""
-    ids, labels = mqar.sample(5, 64, 7, torch.Generator().manual_seed(0))
-    asked = labels >= 0
-    assert (asked.sum(1) == 7).all()
-    for row in range(5):
-        pairs = dict(ids[row, :14].view(7, 2).tolist())
-        assert len(pairs) == 7
-        assert {key.item(): value.item() for key, value in zip(ids[row][asked[row]], labels[row][asked[row]])} == pairs
-    assert not asked[:, :14].any()
-    with pytest.raises(ValueError, match="no room for 20 pairs"):
-        mqar.sample(1, 64, 20, torch.Generator())
-
-
-def test_mqar_state_bytes_are_those_of_the_cache():
-    run = mqar.Run("lmm", 64, 1, 1e-3, 0)
-    model = run.build()
-    expected = 2 * 2 * sum(W.numel() for W in model.model.layers[0].mixer.memory.start.weights) * 4
-    assert mqar.state_bytes(model) == expected, "two layers, weights and momentum, four bytes"
-    assert mqar.state_bytes(mqar.Run("gdn", 64, 1, 1e-3, 0).build()) == 2 * 64 * 64 * 4
-    assert mqar.state_bytes(mqar.Run("llama", 64, 1, 1e-3, 0).build()) is None
-
-
-def test_mqar_writes_a_record_of_every_point(tmp_path, monkeypatch):
-    monkeypatch.setattr(mqar, "VOCABULARY", 64)
-    monkeypatch.setattr(mqar, "BATCH_TOKENS", 64)
-    monkeypatch.setattr(mqar, "TRAINED", ((32, 3), (48, 5)))
-    monkeypatch.setattr(mqar, "TESTED", ((32, 3), (48, 5), (64, 8)))
-    run = mqar.Run("lmm", 64, 3, 1e-3, 0)
-    threads = torch.get_num_threads()
-    mqar.perform(run, tmp_path)
-    torch.set_num_threads(threads)
-    command = ["--models", "lmm", "--steps", "3", "--lr", "1e-3", "--out", str(tmp_path)]
-    (found,) = mqar.main([*command, "--record", str(tmp_path / "mqar")])
-    assert list(found["accuracy"]) == ["32/3", "48/5", "64/8"]
-    assert (tmp_path / "mqar.png").stat().st_size > 10_000

@@ -20,6 +20,7 @@ from .memory import ask, remember
 from .probe import probe
 from .push import push
 from .studio import studio
+from .study import study
 from .surprise import surprise
 
 UsageError = typer.BadParameter.__base__  # typer has no public name for it
@@ -96,7 +97,7 @@ def titans(
         typer.echo(context.get_help())
 
 
-for command in (info, remember, ask, chat, surprise, probe, studio, table, card, push):
+for command in (info, remember, ask, chat, surprise, probe, study, studio, table, card, push):
     app.command()(command)
 app.command("eval")(evaluate)  # the word is Python's
 

@@ -43,6 +43,23 @@ def count(family: str, sizes: dict, fields: dict) -> int:
         return _model(family, sizes, fields).num_parameters()
 
 
+def state_bytes(model: PreTrainedModel) -> int | None:
+    """Bytes that the model carries per sequence beside windows and convolutions, in float32; None for attention."""
+    config = model.config
+    if config.model_type == "titans":
+        start = model.base_model.layers[0].mixer.memory.start
+        copies = 2 if config.memory_momentum else 1
+        return 4 * copies * config.num_hidden_layers * sum(W.numel() for W in start.weights)
+    if config.model_type == "qwen3_next":
+        heads, key, value = (
+            getattr(config, f"linear_{name}") for name in ("num_value_heads", "key_head_dim", "value_head_dim")
+        )
+        return 4 * config.num_hidden_layers * heads * key * value
+    if config.model_type == "mamba2":
+        return 4 * config.num_hidden_layers * config.num_heads * config.head_dim * config.state_size
+    return None
+
+
 def _model(family: str, sizes: dict, fields: dict) -> PreTrainedModel:
     if family in VARIANTS:
         return _titans(family, sizes, fields)

@@ -1,0 +1,209 @@
+"""The room of studies: what its tasks ask, what it refuses, and that a run is done once."""
+
+import itertools
+import json
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+pytest.importorskip("yaml", reason="pyyaml is not installed (pip install titans-hf[train])")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install titans-hf[viz])")
+
+from titans_hf.cli.app import app  # noqa: E402
+from titans_hf.studies import report, runner  # noqa: E402
+from titans_hf.studies.families import build, state_bytes  # noqa: E402
+from titans_hf.studies.study import known, read_study, runs_of  # noqa: E402
+from titans_hf.studies.tasks import TASKS, groups, mqar  # noqa: E402
+from titans_hf.studies.tasks.groups import table_of  # noqa: E402
+from titans_hf.studies.tasks.task import UNLABELLED  # noqa: E402
+
+STUDY = {
+    "about": "a test",
+    "task": "groups",
+    "settings": {"parity": {"group": "parity", "trained": [3, 8], "tested": [8, 12]}},
+    "models": {"lmm": {}, "linear": {"family": "lmm", "memory_depth": 1}, "llama": {}},
+    "sizes": {"hidden_size": 16, "num_hidden_layers": 1, "window": 8, "parameters": 12000},
+    "training": {"steps": 2, "batch_tokens": 32, "lr": [1e-3, 3e-3]},
+    "seeds": [0, 1],
+    "quick": {"models": {"linear": None}, "training": {"steps": 1}},
+}
+
+
+def written(tmp_path, **changes) -> str:
+    path = tmp_path / "own.yaml"
+    path.write_text(yaml.safe_dump({**STUDY, **changes}, sort_keys=False))
+    return str(path)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("path", known(), ids=lambda path: path.stem)
+def test_every_study_is_readable_and_its_batches_are_what_its_task_says(path):
+    for quick in (False, True):
+        study = read_study(path.stem, quick)
+        for settings in study.settings.values():
+            task = TASKS[study.task](**settings)
+            for point in (*task.trained, *task.tested.values()):
+                ids, labels = task.batch(
+                    point["tokens"] if isinstance(point["tokens"], int) else 64, generator(), point
+                )
+                assert ids.shape == labels.shape
+                assert 0 <= ids.min() <= ids.max() < task.vocabulary
+                asked = labels[labels != UNLABELLED]
+                assert len(asked) > 0
+                assert 0 <= asked.min() <= asked.max() < task.vocabulary
+
+
+def test_mqar_asks_every_pair_once_and_the_answer_follows_no_key():
+    """The wanted value stands only beside its key at the front: the place that is asked does not show it."""
+    task = mqar(trained=[[64, 7]])
+    ids, labels = task.sample(5, generator(), **task.trained[0])
+    asked = labels != UNLABELLED
+    assert (asked.sum(1) == 7).all()
+    for row in range(5):
+        pairs = dict(ids[row, :14].view(7, 2).tolist())
+        assert len(pairs) == 7
+        assert {key.item(): value.item() for key, value in zip(ids[row][asked[row]], labels[row][asked[row]])} == pairs
+    assert not asked[:, :14].any()
+    with pytest.raises(ValueError, match="no room for 20 pairs"):
+        task.sample(1, generator(), tokens=64, pairs=20)
+
+
+@pytest.mark.parametrize(
+    "group, order, commutes", [("parity", 2, True), ("Z7", 7, True), ("S3", 6, False), ("A4", 12, False)]
+)
+def test_groups_are_groups(group, order, commutes):
+    table = table_of(group)
+    assert table.shape == (order, order)
+    assert torch.equal(table[0], torch.arange(order)), "element 0 changes nothing"
+    assert all(torch.equal(line.sort()[0], torch.arange(order)) for line in (*table, *table.T)), (
+        "and all has an inverse"
+    )
+    a, b, c = torch.randint(0, order, (3, 200), generator=generator())
+    assert torch.equal(table[table[a, b], c], table[a, table[b, c]])
+    assert torch.equal(table, table.T) is commutes
+
+
+def test_even_permutations_are_half_of_all():
+    assert len(table_of("A5")) == 60
+    assert len(table_of("S5")) == 120
+
+
+@pytest.mark.parametrize("group", ["S1", "S9", "D4", "Z", "5", ""])
+def test_a_group_that_is_none_is_refused(group):
+    with pytest.raises(ValueError, match="`group` must be 'parity'"):
+        table_of(group)
+
+
+def test_labels_of_a_group_are_the_products_so_far_and_tests_do_not_overlap():
+    task, table = groups("S3", tested=[5, 9]), table_of("S3")
+    assert task.tested == {"5": {"tokens": 5, "start": 0}, "9": {"tokens": 9, "start": 5}}
+    ids, labels = task.sample(3, generator(), **task.tested["9"])
+    assert (labels[:, :5] == UNLABELLED).all()
+    for row, asked in zip(ids.tolist(), labels.tolist()):
+        products = list(itertools.accumulate(row, lambda a, b: table[a, b].item()))
+        assert asked[5:] == products[5:]
+    lengths = {task.sample(1, generator(seed), tokens=(3, 6))[0].shape[1] for seed in range(40)}
+    assert lengths == {3, 4, 5, 6}
+
+
+def test_a_study_trains_every_rate_on_one_seed_and_the_best_on_the_others(tmp_path):
+    study, out = read_study(written(tmp_path)), tmp_path / "runs"
+    assert runner.expected_seconds(study, out, jobs=1) > 0
+    records = runner.measure(study, out, jobs=0)
+    assert [(r["model"], r["seed"]) for r in records if r["seed"] == 0 and r["model"] == "lmm"] == [("lmm", 0)]
+    assert sorted((r["model"], r["seed"]) for r in records) == sorted(itertools.product(study.models, study.seeds))
+    assert len(list(out.glob("*.json"))) == 3 * 3, "two rates of the first seed, one of the other"
+    assert runner.expected_seconds(study, out, jobs=1) == 0
+    lmm = next(r for r in records if r["model"] == "lmm")
+    assert list(lmm["accuracy"]) == list(lmm["memory_off"]) == ["8", "12"]
+    assert "memory_off" not in next(r for r in records if r["model"] == "llama")
+    rows = report.table(records)
+    assert [row["model"] for row in rows] == ["lmm", "linear", "llama"]
+    assert all("±" in row["8"] for row in rows)
+    report.draw(records, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+    kept = {path: path.stat().st_mtime_ns for path in out.glob("*.json")}
+    assert runner.measure(study, out, jobs=0) == records
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*.json")} == kept, "nothing is trained twice"
+
+
+def test_whatever_changes_a_result_changes_the_name_of_its_file(tmp_path):
+    first = {run.name for run in runs_of(read_study(written(tmp_path)), 1e-3, 0)}
+    for changes in (
+        {"training": {**STUDY["training"], "steps": 3}},
+        {"sizes": {**STUDY["sizes"], "window": 4}},
+        {"settings": {"parity": {"group": "parity", "trained": [3, 9], "tested": [8, 12]}}},
+    ):
+        assert not first & {run.name for run in runs_of(read_study(written(tmp_path, **changes)), 1e-3, 0)}
+
+
+def test_quick_changes_sections_and_takes_models_away(tmp_path):
+    study = read_study(written(tmp_path), quick=True)
+    assert list(study.models) == ["lmm", "llama"]
+    assert (study.training.steps, study.training.batch_tokens) == (1, 32)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"task": "sudoku"}, "`task` must be one of mqar"),
+        ({"models": {"gpt": {}}}, "`models.gpt` has no `family` of mac"),
+        ({"sizes": {"hidden_size": 16}}, "`sizes.parameters` is missing"),
+        ({"seed": [0]}, "there is no field `seed`; the nearest is `seeds`"),
+        ({"training": {"steps": 2, "lr": []}}, "`training.lr`"),
+    ],
+)
+def test_a_study_that_cannot_work_is_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError) as error:
+        read_study(written(tmp_path, **changes))
+    assert message in str(error.value)
+
+
+def test_an_unknown_study_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="there is no study 'mqa'; those of this checkout are groups, mqar"):
+        read_study("mqa")
+
+
+def test_state_bytes_are_those_of_the_cache():
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1, "window": 16}
+    lmm, gdn, llama = (build(family, sizes, 150_000, 0) for family in ("lmm", "gdn", "llama"))
+    weights = sum(W.numel() for W in lmm.model.layers[0].mixer.memory.start.weights)
+    assert state_bytes(lmm) == 2 * 2 * weights * 4, "two layers, weights and momentum, four bytes"
+    assert state_bytes(gdn) == 2 * 64 * 64 * 4
+    assert state_bytes(llama) is None
+
+
+def test_a_record_holds_what_was_run(tmp_path):
+    study, out = read_study(written(tmp_path), quick=True), tmp_path / "runs"
+    run = runs_of(study, 1e-3, 0)[0]
+    runner.perform_all([run], out, jobs=0)
+    record = json.loads((out / f"{run.name}.json").read_text())
+    assert (record["model"], record["lr"], record["seed"], record["task"]) == ("lmm", 1e-3, 0, "groups")
+    assert record["parameters"] == pytest.approx(12000, rel=0.1)
+
+
+def test_the_command_lists_studies_and_runs_one(tmp_path):
+    listed = CliRunner().invoke(app, ["study"])
+    assert listed.exit_code == 0
+    assert [line.split()[0] for line in listed.output.splitlines()] == [path.stem for path in known()]
+    command = [
+        "study",
+        written(tmp_path),
+        "--quick",
+        "--out",
+        str(tmp_path / "runs"),
+        "--record",
+        str(tmp_path / "own"),
+    ]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "seconds of training" in done.output
+    record = json.loads((tmp_path / "own.json").read_text())
+    assert [row["model"] for row in record["table"]] == ["lmm", "llama"]
+    assert (tmp_path / "own.png").stat().st_size > 10_000
