@@ -111,6 +111,63 @@ def test_labels_of_a_group_are_the_products_so_far_and_tests_do_not_overlap():
     assert lengths == {3, 4, 5, 6}
 
 
+@pytest.mark.parametrize("kind", ["recall", "fuzzy", "noisy"])
+def test_mad_asks_for_the_value_of_a_key_that_was_there_before(kind):
+    """Read back from the row alone: keys are below half of the vocabulary, values above, noise behind it."""
+    task = TASKS["mad"](kind, tokens=64, vocabulary=12)
+    ids, labels = task.sample(8, generator(), tokens=64)
+    for row, asked in zip(ids.tolist(), labels.tolist()):
+        known_values: dict[tuple, list] = {}
+        runs = [(is_key, list(run)) for is_key, run in itertools.groupby(enumerate(row), lambda pair: pair[1] < 6)]
+        runs = [run for run in runs if any(token < 12 for _, token in run[1])]
+        for (_, key), (_, value) in zip(runs[::2], runs[1::2]):
+            name, said = tuple(token for _, token in key), [token for _, token in value if token < 12]
+            begin = key[-1][0]
+            wanted = [label for label in asked[begin : begin + len(value)] if label != UNLABELLED]
+            if value[-1][0] < len(row) - 1:  # whole
+                assert wanted == (said if name in known_values else [])
+                known_values[name] = said
+    assert (ids >= 12).any() == (kind == "noisy")
+
+
+def test_mad_copying_asks_for_all_tokens_in_order():
+    ids, labels = TASKS["mad"]("copying", tokens=32, vocabulary=5, copied=7).sample(3, generator(), tokens=32)
+    for row, asked in zip(ids, labels):
+        assert torch.equal(row[row < 5], asked[asked != UNLABELLED])
+        assert row[24] == 6
+        assert (row[25:] == 5).all(), "nothing is shown again"
+    with pytest.raises(ValueError, match="must be more than twice `copied`"):
+        TASKS["mad"]("copying", tokens=32, copied=16).sample(1, generator(), tokens=32)
+
+
+def test_mad_memorization_has_the_same_values_in_every_sequence():
+    task = TASKS["mad"]("memorization", tokens=33, vocabulary=20)
+    found = [task.sample(9, generator(seed), tokens=33) for seed in range(2)]
+    pairs = {
+        (i.item(), l.item()) for ids, labels in found for i, l in zip(ids[:, ::2].flatten(), labels[:, ::2].flatten())
+    }
+    assert len(pairs) == len(dict(pairs)) == 10
+    assert not any((ids == label).any() for ids, labels in found for label in labels[labels >= 0]), (
+        "shown in no sequence"
+    )
+
+
+def test_mad_compression_is_answered_from_the_last_token_alone():
+    task = TASKS["mad"]("compression", tokens=9, vocabulary=5)
+    decoder, hidden = task.decoder(16), torch.randn(2, 9, 16, generator=generator())
+    before = decoder(hidden)
+    assert before.shape == (2, 8, 5)
+    hidden[:, :-1] = 0
+    assert torch.equal(decoder(hidden), before)
+    ids, labels = task.sample(2, generator(), tokens=9)
+    assert torch.equal(ids[:, :-1], labels[:, :-1])
+
+
+def test_an_unknown_mad_task_is_refused():
+    with pytest.raises(ValueError, match="`kind` must be one of recall, fuzzy"):
+        TASKS["mad"]("remember")
+
+
 def test_a_study_trains_every_rate_on_one_seed_and_the_best_on_the_others(tmp_path):
     study, out = read_study(written(tmp_path)), tmp_path / "runs"
     assert runner.expected_seconds(study, out, jobs=1) > 0
@@ -166,7 +223,7 @@ def test_a_study_that_cannot_work_is_refused(tmp_path, changes, message):
 
 
 def test_an_unknown_study_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="there is no study 'mqa'; those of this checkout are groups, mqar"):
+    with pytest.raises(ValueError, match="there is no study 'mqa'; those of this checkout are groups, mad, mqar"):
         read_study("mqa")
 
 

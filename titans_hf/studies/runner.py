@@ -37,13 +37,19 @@ def task_of(run: Run) -> Task:
 
 def build_model(run: Run, task: Task) -> PreTrainedModel:
     sizes = {**json.loads(run.sizes), "vocab_size": task.vocabulary}
-    return build(run.family, sizes, sizes.pop("parameters"), run.seed, **run.model_fields())
+    model = build(run.family, sizes, sizes.pop("parameters"), run.seed, **run.model_fields())
+    if task.decoder is not None:
+        model.decoder = task.decoder(sizes["hidden_size"])
+    return model
 
 
 def answers(model: PreTrainedModel, ids: Tensor, labels: Tensor, **options) -> tuple[Tensor, Tensor]:
     """The logits where something is asked, and what is wanted there; no others are computed."""
     hidden = model.base_model(ids, use_cache=False, **options).last_hidden_state
     asked = labels != UNLABELLED
+    if hasattr(model, "decoder"):
+        logits = model.decoder(hidden)
+        return logits[asked[:, : logits.shape[1]]].float(), labels[asked]
     return model.lm_head(hidden[asked]).float(), labels[asked]
 
 

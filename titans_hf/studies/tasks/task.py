@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Point = dict[str, Any]  # arguments of `sample`: how long, how hard
 UNLABELLED = -100
@@ -22,6 +22,8 @@ class Task:
         trained: the points that training takes in turn.
         tested: points to test at, by name.
         chance: the share of right answers of a guess.
+        decoder: makes what says the answers in place of the model's own head, for a hidden size; it gets the hidden
+            states [rows, tokens, hidden] and gives logits for the first places.
     """
 
     vocabulary: int
@@ -29,6 +31,7 @@ class Task:
     trained: tuple[Point, ...]
     tested: dict[str, Point]
     chance: float
+    decoder: Callable[[int], nn.Module] | None = None
 
     def batch(self, batch_tokens: int, generator: torch.Generator, point: Point) -> tuple[Tensor, Tensor]:
         """As many rows of a point as have that many tokens, at least one."""
