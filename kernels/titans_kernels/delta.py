@@ -1,8 +1,8 @@
 """Kernels of chunks written by delta (`DeltaRule`): forward and backward of `titans_hf/memory_delta.py`.
 
 The last layer's error of a token is taken after the writes of the tokens before it in the chunk, so errors follow one
-another, row by row. A token finds `found_M M_0 + found_S S_0 - sum_i step[t - 1, i] x_i e_i^T`. The
-kernels of `forward.py` and `backward.py` for coefficients, outputs and gates serve this rule unchanged.
+another, row by row. A token finds `found_M M_0 + found_S S_0 - sum_i step[t - 1, i] x_i e_i^T`, and with TO_START
+`(1 - found_M) own` besides. The kernels of `forward.py` and `backward.py` for coefficients, outputs and gates serve this rule unchanged.
 
 Axis letters and layouts as in `forward.py`; IN and OUT are the last layer's widths.
 """
@@ -90,9 +90,9 @@ def _errors_in_turn(
 
 @triton.jit
 def _last_errors(
-    x, v, W, S, overlap, step, error, scale, decay, drift, here, normalised, max_surprise, t,
-    C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, BC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, v, W, S, own, overlap, step, error, scale, decay, drift, here, normalised, max_surprise, t,
+    TO_START: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the last layer's errors [C, OUT], their scales [C], and the overlap [C, C] of its inputs x."""
     for start in range(0, rolled(C), BC):
@@ -103,6 +103,8 @@ def _last_errors(
         o = start + tl.arange(0, BO)
         out = found_M[:, None] * product(x, IN, 1, W, OUT, 1, t, o, IN, BI, PRECISION)
         out += found_S[:, None] * product(x, IN, 1, S, OUT, 1, t, o, IN, BI, PRECISION)
+        if TO_START:
+            out += (1.0 - found_M)[:, None] * product(x, IN, 1, own, OUT, 1, t, o, IN, BI, PRECISION)
         store_tile(error, t, o, OUT, 2.0 * (out - load_tile(v, t, o, OUT, 1)))
     tl.debug_barrier()  # each barrier here: the next step reads what other threads stored
     _errors_in_turn(overlap, step, error, scale, normalised, max_surprise, C, OUT, BC)
@@ -110,16 +112,17 @@ def _last_errors(
 
 @kernel
 def delta_states_kernel(
-    k, v, step, in_S, decay, drift, momentum, W1, S1, W2, S2, pre, hidden, through, error1, error2, scale1, scale2,
-    key_overlap, work, chunks, max_surprise, hidden_step, normalised, first, N, P,
-    H, GROUP, KEEP: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
-    BD: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, step, in_S, decay, drift, momentum, W1, S1, own1, W2, S2, own2, pre, hidden, through, error1, error2, scale1,
+    scale2, key_overlap, work, chunks, max_surprise, hidden_step, normalised, first, N, P,
+    H, GROUP, KEEP: tl.constexpr, TO_START: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    F: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`states_kernel` by delta; also stores key_overlap [C, C], the inner products of the last layer's inputs.
 
     work [C, C] is workspace. Vectors are loaded where they are used: held for a whole chunk, they would spill.
     """
     row, group = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    own1, own2 = own1 + row * D * F, own2 + row * D * F
     begin = group * GROUP
     stop = tl.minimum(begin + GROUP, chunks_here(chunks, row, first, P, H))
     for n in range(begin, stop):
@@ -128,8 +131,9 @@ def delta_states_kernel(
         t = _tokens(chunks, C)
         if DEPTH == 1:
             _last_errors(
-                k + tokens, v + tokens, W1 + slot, S1 + slot, key_overlap + square, step + square, error1 + wide,
-                scale1 + here, decay, drift, here, False, max_surprise, t, C, D, F, BD, BF, BC, PRECISION,
+                k + tokens, v + tokens, W1 + slot, S1 + slot, own1, key_overlap + square, step + square,
+                error1 + wide, scale1 + here, decay, drift, here, False, max_surprise, t, TO_START, C, D, F, BD, BF, BC,
+                PRECISION,
             )  # fmt: skip
         else:
             for start in range(0, rolled(F), BF):
@@ -140,8 +144,9 @@ def delta_states_kernel(
             tl.debug_barrier()  # other threads read these activations
             t = _tokens(chunks, C)
             _last_errors(
-                hidden + wide, v + tokens, W2 + slot, S2 + slot, key_overlap + square, step + square, error2 + narrow,
-                scale2 + here, decay, drift, here, normalised != 0, max_surprise, t, C, F, D, BF, BD, BC, PRECISION,
+                hidden + wide, v + tokens, W2 + slot, S2 + slot, own2, key_overlap + square, step + square,
+                error2 + narrow, scale2 + here, decay, drift, here, normalised != 0, max_surprise, t, TO_START, C, F, D,
+                BF, BD, BC, PRECISION,
             )  # fmt: skip
             for start in range(0, rolled(C), BC):
                 i = start + tl.arange(0, BC)
@@ -156,6 +161,9 @@ def delta_states_kernel(
                 f = start + tl.arange(0, BF)
                 U = found_M[:, None] * product(error2 + narrow, D, 1, W2 + slot, 1, D, t, f, D, BD, PRECISION)
                 U += found_S[:, None] * product(error2 + narrow, D, 1, S2 + slot, 1, D, t, f, D, BD, PRECISION)
+                if TO_START:
+                    of_own = product(error2 + narrow, D, 1, own2, 1, D, t, f, D, BD, PRECISION)
+                    U += (1.0 - found_M)[:, None] * of_own
                 U -= product(work + square, C, 1, hidden + wide, F, 1, t, f, C, BC, PRECISION)
                 E = U * silu_slope(load_tile(pre + wide, t, f, F, 1))
                 error1_squared += tl.sum(E * E, axis=1)
@@ -169,11 +177,15 @@ def delta_states_kernel(
             if not KEEP or n + 1 < stop:
                 scale, end = tl.load(scale2 + here + t), end_of_chunk(step, in_S, decay, drift, momentum, here, t, C)
                 _update(
-                    W2 + slot, S2 + slot, hidden + wide, error2 + narrow, scale, end, t, F, D, BF, BD, PRECISION
+                    W2 + slot, S2 + slot, own2, hidden + wide, error2 + narrow, scale, end, t, TO_START, F, D, BF,
+                    BD, PRECISION,
                 )  # fmt: skip
         if not KEEP or n + 1 < stop:
             scale, end = tl.load(scale1 + here + t), end_of_chunk(step, in_S, decay, drift, momentum, here, t, C)
-            _update(W1 + slot, S1 + slot, k + tokens, error1 + wide, scale, end, t, D, F, BD, BF, PRECISION)
+            _update(
+                W1 + slot, S1 + slot, own1, k + tokens, error1 + wide, scale, end, t, TO_START, D, F, BD, BF,
+                PRECISION,
+            )  # fmt: skip
         tl.debug_barrier()  # the next chunk reads the states that all threads wrote
 
 
@@ -225,8 +237,8 @@ def _scaled_product(
 
 @triton.jit
 def _present_backward(
-    x, error, scale, dU, W, S, step, work, back, d_step, d_error, d_direct, decay, drift, here, chunks,
-    C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, BC: tl.constexpr,
+    x, error, scale, dU, W, S, own, step, work, back, d_step, d_error, d_direct, decay, drift, here, chunks,
+    TO_START: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, BC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backward of `U = found_M error W^T + found_S error S^T - (found_step * error (scale error)^T) x`, from dU.
@@ -255,6 +267,10 @@ def _present_backward(
         d_found_M += tl.sum(E * of_W, axis=1)
         d_found_S += tl.sum(E * of_S, axis=1)
         direct = found_M[:, None] * of_W + found_S[:, None] * of_S
+        if TO_START:
+            of_own = product(dU, IN, 1, own, OUT, 1, t, o, IN, BI, PRECISION)
+            d_found_M -= tl.sum(E * of_own, axis=1)
+            direct += (1.0 - found_M)[:, None] * of_own
         direct -= _scaled_product(work, error, scale, OUT, t, o, C, BC, PRECISION)
         store_tile(d_direct, t, o, OUT, direct)
         d_tile = load_tile(d_error, t, o, OUT, 1)
@@ -265,8 +281,8 @@ def _present_backward(
 
 @triton.jit
 def _answers_backward(
-    x, error, scale, overlap, W, S, step, work, back, d_step, d_error, dU, d_x, from_x, decay, drift, here, chunks,
-    TWO: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    x, error, scale, overlap, W, S, own, step, work, back, d_step, d_error, dU, d_x, from_x, decay, drift, here, chunks,
+    TWO: tl.constexpr, TO_START: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
     BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backward of the answers `found_M x W + found_S x S - (found_step * x x^T) (scale error)`, from d_error.
@@ -291,6 +307,10 @@ def _answers_backward(
         d_found_M += tl.sum(x_tile * of_W, axis=1)
         d_found_S += tl.sum(x_tile * of_S, axis=1)
         d_tile = load_tile(d_x, t, i, IN, 1) + found_M[:, None] * of_W + found_S[:, None] * of_S
+        if TO_START:
+            of_own = product(d_error, OUT, 1, own, 1, OUT, t, i, OUT, BO, PRECISION)
+            d_found_M -= tl.sum(x_tile * of_own, axis=1)
+            d_tile += (1.0 - found_M)[:, None] * of_own
         d_tile -= tl.load(from_x + t)[:, None] * x_tile
         d_tile -= product(work, C, 1, x, IN, 1, t, i, C, BC, PRECISION)
         d_tile -= product(work, 1, C, x, IN, 1, t, i, C, BC, PRECISION)
@@ -317,8 +337,8 @@ def _add_found(
 
 @triton.jit
 def _found_state_backward(
-    W, S, d_W, d_S, x, d_error, dU, error, decay, drift, here, M_of_M, M_of_S, S_of_S,
-    TWO: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    W, S, own, d_W, d_S, x, d_error, dU, error, decay, drift, here, M_of_M, M_of_S, S_of_S,
+    TWO: tl.constexpr, TO_START: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
     BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_state_backward` of the last layer, whose answers and errors pass through the weights that each token finds.
@@ -331,8 +351,10 @@ def _found_state_backward(
         for o_start in range(0, rolled(OUT), BO):
             o = o_start + tl.arange(0, BO)
             end_W, end_S = load_tile(d_W + IN * OUT, i, o, OUT, 1), load_tile(d_S + IN * OUT, i, o, OUT, 1)
-            old_S = load_tile(S, i, o, OUT, 1)
-            from_decay += tl.sum(end_W * load_tile(W, i, o, OUT, 1))
+            fades, old_S = load_tile(W, i, o, OUT, 1), load_tile(S, i, o, OUT, 1)
+            if TO_START:
+                fades -= load_tile(own, i, o, OUT, 1)
+            from_decay += tl.sum(end_W * fades)
             from_drift += tl.sum(end_W * old_S)
             from_momentum += tl.sum(end_S * old_S)
             to_W = load_tile(d_W, i, o, OUT, 1) + M_of_M * end_W
@@ -345,12 +367,46 @@ def _found_state_backward(
     return from_decay, from_drift, from_momentum
 
 
+@triton.jit
+def _add_found_own(
+    d_own, x, d, decay, drift, here, i, o, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The tile of `d_own + x^T ((1 - found_M) d)`."""
+    for start in range(0, rolled(C), BC):
+        t = start + tl.arange(0, BC)
+        found_M, _ = _found(decay, drift, here, t)
+        x_tile, d_tile = load_tile(x, i, t, 1, IN), load_tile(d, t, o, OUT, 1)
+        d_own = tl.dot(x_tile, (1.0 - found_M)[:, None] * d_tile, d_own, input_precision=PRECISION)
+    return d_own
+
+
+@triton.jit
+def _found_own_backward(
+    d_own, d_W, x, d_error, dU, error, decay, drift, here, M_of_M,
+    TWO: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    BC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The start's part of `_found_state_backward`: a loop of its own, because in that one it would spill."""
+    for i_start in range(0, rolled(IN), BI):
+        i = i_start + tl.arange(0, BI)
+        for o_start in range(0, rolled(OUT), BO):
+            o = o_start + tl.arange(0, BO)
+            found = load_tile(d_own, i, o, OUT, 1) + load_tile(d_own + IN * OUT, i, o, OUT, 1)
+            found += (1.0 - M_of_M) * load_tile(d_W + IN * OUT, i, o, OUT, 1)
+            found = _add_found_own(found, x, d_error, decay, drift, here, i, o, C, IN, OUT, BC, PRECISION)
+            if TWO:
+                found = _add_found_own(found, dU, error, decay, drift, here, i, o, C, IN, OUT, BC, PRECISION)
+            store_tile(d_own, i, o, OUT, found)
+
+
 @kernel
 def delta_write_backward_kernel(
-    k, step, in_S, decay, drift, momentum, W1, S1, W2, S2, pre, hidden, through, error1, error2, scale1, scale2,
-    key_overlap, overlap, work, d_k, d_hidden, d_error1, d_error2, d_direct, d_W1, d_S1, d_W2, d_S2, dk, dv, d_step,
-    d_decay, d_drift, d_to_M, d_to_S, from_x, d_end, chunks, max_surprise, hidden_step, normalised, first, N, P,
-    H, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
+    k, step, in_S, decay, drift, momentum, W1, S1, own1, W2, S2, own2, pre, hidden, through, error1, error2, scale1,
+    scale2, key_overlap, overlap, work, d_k, d_hidden, d_error1, d_error2, d_direct, d_W1, d_S1, d_own1, d_W2, d_S2,
+    d_own2, dk, dv, d_step, d_decay, d_drift, d_to_M, d_to_S, from_x, d_end, chunks, max_surprise, hidden_step,
+    normalised, first, N, P,
+    H, TO_START: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`write_backward_kernel` by delta; adds to d_step, d_decay and d_drift the gradients of what tokens find.
@@ -359,6 +415,7 @@ def delta_write_backward_kernel(
     stored and loaded where they are used: held for a whole chunk, they would spill.
     """
     row = tl.program_id(0).to(tl.int64)
+    own1, own2 = own1 + row * D * F, own2 + row * D * F
     count = chunks_here(chunks, row, first, P, H)
     for done in range(count):
         n = count - 1 - done
@@ -370,10 +427,12 @@ def delta_write_backward_kernel(
         if DEPTH == 1:
             x, error, scale, d_x, d_error = k + tokens, error1 + wide, scale1 + here, d_k + narrow, d_error1 + wide
             W, S, d_W, d_S, divides = W1 + slot, S1 + slot, d_W1 + slot, d_S1 + slot, False
+            last, d_last = own1, d_own1 + slot
         else:
             x, error, scale = hidden + wide, error2 + narrow, scale2 + here
             d_x, d_error = d_hidden + wide, d_error2 + narrow
             W, S, d_W, d_S, divides = W2 + slot, S2 + slot, d_W2 + slot, d_S2 + slot, normalised != 0
+            last, d_last = own2, d_own2 + slot
         dU = d_error1 + wide
         # no cap and no division here: the scale's part comes with the errors in turn
         from_M, from_S, _ = _layer_write_backward(
@@ -403,8 +462,8 @@ def delta_write_backward_kernel(
             tl.debug_barrier()
             t = _tokens(chunks, C)
             d_found_M, d_found_S = _present_backward(
-                x, error, scale, dU, W, S, step + square, work + square, overlap + square, d_step + square, d_error,
-                d_direct + narrow, decay, drift, here, chunks, C, F, D, BF, BD, BC, PRECISION,
+                x, error, scale, dU, W, S, last, step + square, work + square, overlap + square, d_step + square,
+                d_error, d_direct + narrow, decay, drift, here, chunks, TO_START, C, F, D, BF, BD, BC, PRECISION,
             )  # fmt: skip
             _add(d_decay + here - 1, t, d_found_M, t > 0)
             _add(d_drift + here - 1, t, d_found_S, t > 0)
@@ -416,17 +475,22 @@ def delta_write_backward_kernel(
         )  # fmt: skip
         t = _tokens(chunks, C)
         d_found_M, d_found_S = _answers_backward(
-            x, error, scale, key_overlap + square, W, S, step + square, work + square, overlap + square,
-            d_step + square, d_error, dU, d_x, from_x + here, decay, drift, here, chunks, DEPTH == 2, C, F, D, BF, BD,
-            BC, PRECISION,
+            x, error, scale, key_overlap + square, W, S, last, step + square, work + square, overlap + square,
+            d_step + square, d_error, dU, d_x, from_x + here, decay, drift, here, chunks, DEPTH == 2, TO_START, C, F, D,
+            BF, BD, BC, PRECISION,
         )  # fmt: skip
         _add(d_decay + here - 1, t, d_found_M, t > 0)
         _add(d_drift + here - 1, t, d_found_S, t > 0)
         M_of_M, M_of_S, S_of_S, _, _ = end_of_chunk(step, in_S, decay, drift, momentum, here, t, C)
         from_decay, from_drift, from_momentum = _found_state_backward(
-            W, S, d_W, d_S, x, d_error, dU, error, decay, drift, here, M_of_M, M_of_S, S_of_S, DEPTH == 2, C, F, D,
-            BF, BD, BC, PRECISION,
+            W, S, last, d_W, d_S, x, d_error, dU, error, decay, drift, here, M_of_M, M_of_S, S_of_S, DEPTH == 2,
+            TO_START, C, F, D, BF, BD, BC, PRECISION,
         )  # fmt: skip
+        if TO_START:
+            _found_own_backward(
+                d_last, d_W, x, d_error, dU, error, decay, drift, here, M_of_M, DEPTH == 2, C, F, D, BF, BD, BC,
+                PRECISION,
+            )  # fmt: skip
         tl.debug_barrier()
         t = _tokens(chunks, C)
         if DEPTH == 1:
@@ -445,8 +509,8 @@ def delta_write_backward_kernel(
                 d_tile = product(d_x, F, 1, W1 + slot, 1, F, t, d, F, BF, PRECISION)
                 store_tile(dk + tokens, t, d, D, load_tile(d_k + narrow, t, d, D, 1) + d_tile)
             more_decay, more_drift, more_momentum = _state_backward(
-                W1 + slot, S1 + slot, d_W1 + slot, d_S1 + slot, k + tokens, d_x, d_x, d_x, M_of_M, M_of_S, S_of_S, t,
-                False, D, F, BD, BF, PRECISION,
+                W1 + slot, S1 + slot, own1, d_W1 + slot, d_S1 + slot, d_own1 + slot, k + tokens, d_x, d_x, d_x,
+                M_of_M, M_of_S, S_of_S, t, False, TO_START, D, F, BD, BF, PRECISION,
             )  # fmt: skip
             from_decay += more_decay
             from_drift += more_drift
