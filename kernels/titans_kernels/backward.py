@@ -5,8 +5,7 @@
 first. `gates_backward_kernel` turns gradients of coefficients into gradients of gates, all chunks in parallel.
 
 Axis letters and layouts as in `forward.py`. `d_W`, `d_S` [B, H, P + 1, in, out] are the gradients of the state at every
-chunk boundary, and d_own of the start by the chunks behind it; gradients of a layer's inputs and errors are
-[B, H, P, C, width].
+chunk boundary; gradients of a layer's inputs and errors are [B, H, P, C, width].
 """
 
 import triton
@@ -29,16 +28,15 @@ from .tiles import (
 
 @triton.jit
 def _layer_read_backward(
-    xb, x, error, scale, overlap, W, S, own, dz, step, d_step, work, d_xb, d_x, d_error, d_W, d_S, d_own, M_of_M, M_of_S,
-    t,
+    xb, x, error, scale, overlap, W, S, own, dz, step, d_step, work, d_xb, d_x, d_error, d_W, d_S, M_of_M, M_of_S, t,
     FIRST: tl.constexpr, TO_START: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr,
     BO: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backward of `z = decay (xb W) + drift (xb S) - (overlap * step * scale) error`, with `overlap = xb x^T`.
 
     With TO_START z has `(1 - decay) (xb own)` besides. Returns the gradients of decay and drift. Stores d_xb, d_x
-    [C, IN], d_error [C, OUT] (of the capped error), d_W, d_S and d_own [IN, OUT]; adds to d_step [C, C], or sets it if
-    FIRST. `work` [C, C] is workspace for the gradient of the overlap.
+    [C, IN], d_error [C, OUT] (of the capped error), d_W and d_S [IN, OUT]; adds to d_step [C, C], or sets it if FIRST.
+    `work` [C, C] is workspace for the gradient of the overlap.
     """
     weight = load_tile(step, t, t, C, 1)
     for start in range(0, rolled(C), BC):
@@ -77,17 +75,14 @@ def _layer_read_backward(
             xb_tile = load_tile(xb, i, t, 1, IN)
             store_tile(d_W, i, o, OUT, tl.dot(xb_tile, M_of_M[:, None] * dz_tile, input_precision=PRECISION))
             store_tile(d_S, i, o, OUT, tl.dot(xb_tile, M_of_S[:, None] * dz_tile, input_precision=PRECISION))
-            if TO_START:
-                part = tl.dot(xb_tile, (1.0 - M_of_M)[:, None] * dz_tile, input_precision=PRECISION)
-                store_tile(d_own, i, o, OUT, part)
     return d_decay, d_drift
 
 
 @kernel
 def read_backward_kernel(
     q, k, dy, step, decay, drift, W1, S1, own1, W2, S2, own2, hidden, error1, error2, scale1, scale2,
-    read, d_read, overlap, work, dq, d_k, d_hidden, d_error1, d_error2, d_W1, d_S1, d_own1, d_W2, d_S2, d_own2, d_step,
-    d_decay, d_drift, chunks, first, N, P,
+    read, d_read, overlap, work, dq, d_k, d_hidden, d_error1, d_error2, d_W1, d_S1, d_W2, d_S2, d_step, d_decay,
+    d_drift, chunks, first, N, P,
     H, TO_START: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +126,7 @@ def read_backward_kernel(
         found_decay, found_drift = _layer_read_backward(
             xb, hidden + here * F, error2 + here * D, scale2 + here, overlap, W2 + slot, S2 + slot, own2,
             dy + tokens, step, d_step, work, d_read, d_hidden + here * F, d_error2 + here * D, d_W2 + slot, d_S2 + slot,
-            d_own2 + slot, M_of_M, M_of_S, t, True, TO_START, C, F, D, BF, BD, BC, PRECISION,
+            M_of_M, M_of_S, t, True, TO_START, C, F, D, BF, BD, BC, PRECISION,
         )  # fmt: skip
         tl.debug_barrier()
         for start in range(0, rolled(F), BF):
@@ -148,7 +143,7 @@ def read_backward_kernel(
         upstream = dy + tokens
     more_decay, more_drift = _layer_read_backward(
         q + tokens, k + tokens, error1 + here * F, scale1 + here, overlap, W1 + slot, S1 + slot, own1, upstream,
-        step, d_step, work, dq + tokens, d_k + here * D, d_error1 + here * F, d_W1 + slot, d_S1 + slot, d_own1 + slot,
+        step, d_step, work, dq + tokens, d_k + here * D, d_error1 + here * F, d_W1 + slot, d_S1 + slot,
         M_of_M, M_of_S, t, DEPTH == 1, TO_START, C, D, F, BD, BF, BC, PRECISION,
     )  # fmt: skip
     tl.store(d_decay + here + t, found_decay + more_decay)
@@ -208,14 +203,13 @@ def _layer_write_backward(
 
 @triton.jit
 def _state_backward(
-    W, S, own, d_W, d_S, d_own, x, dz, more, error, M_of_M, M_of_S, S_of_S, t,
-    TWO: tl.constexpr, TO_START: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
-    PRECISION: tl.constexpr,
+    W, S, d_W, d_S, x, dz, more, error, M_of_M, M_of_S, S_of_S, t,
+    TWO: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Complete the gradient of the state before a chunk; return the gradients of the old state's three coefficients.
 
-    d_W, d_S, d_own hold the part that comes from the outputs, and in the next slot the gradient of the state after the
-    chunk and, in d_own, what the later chunks take of the start. Adds `x^T dz`, and `more^T error` if TWO.
+    d_W, d_S hold the part that comes from the outputs, and in the next slot the gradient of the state after the chunk.
+    Adds `x^T dz`, and `more^T error` if TWO.
     """
     from_decay, from_drift, from_momentum = 0.0, 0.0, 0.0
     for i_start in range(0, rolled(IN), BI):
@@ -223,12 +217,8 @@ def _state_backward(
         for o_start in range(0, rolled(OUT), BO):
             o = o_start + tl.arange(0, BO)
             end_W, end_S = load_tile(d_W + IN * OUT, i, o, OUT, 1), load_tile(d_S + IN * OUT, i, o, OUT, 1)
-            fades, old_S = load_tile(W, i, o, OUT, 1), load_tile(S, i, o, OUT, 1)
-            if TO_START:
-                fades -= load_tile(own, i, o, OUT, 1)
-                later = load_tile(d_own, i, o, OUT, 1) + load_tile(d_own + IN * OUT, i, o, OUT, 1)
-                store_tile(d_own, i, o, OUT, later + (1.0 - M_of_M) * end_W)
-            from_decay += tl.sum(end_W * fades)
+            old_S = load_tile(S, i, o, OUT, 1)
+            from_decay += tl.sum(end_W * load_tile(W, i, o, OUT, 1))
             from_drift += tl.sum(end_W * old_S)
             from_momentum += tl.sum(end_S * old_S)
             found = load_tile(d_S, i, o, OUT, 1) + M_of_S * end_W + S_of_S * end_S
@@ -245,22 +235,20 @@ def _state_backward(
 
 @kernel
 def write_backward_kernel(
-    k, step, in_S, decay, drift, momentum, W1, S1, own1, W2, S2, own2, pre, hidden, through, error1, error2, scale1,
-    scale2, d_k, d_hidden, d_error1, d_error2, d_W1, d_S1, d_own1, d_W2, d_S2, d_own2, dk, dv, d_to_M, d_to_S, d_end,
-    chunks, max_surprise, hidden_step, normalised, first, N, P,
-    H, TO_START: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
+    k, step, in_S, decay, drift, momentum, W1, S1, W2, S2, pre, hidden, through, error1, error2, scale1, scale2,
+    d_k, d_hidden, d_error1, d_error2, d_W1, d_S1, d_W2, d_S2, dk, dv, d_to_M, d_to_S, d_end, chunks, max_surprise,
+    hidden_step, normalised, first, N, P,
+    H, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients through the state updates, from a row's last chunk to its first. Grid (B H).
 
-    d_k, d_hidden, d_error1, d_error2 hold the gradients through the outputs, and are overwritten. d_W, d_S and d_own hold
-    the gradient of the end state and of the start in the slot after the last chunk, and are completed down to slot 0.
-    Stores dk and dv;
+    d_k, d_hidden, d_error1, d_error2 hold the gradients through the outputs, and are overwritten. d_W and d_S hold the
+    gradient of the end state in the slot after the last chunk, and are completed down to slot 0. Stores dk and dv;
     d_to_M and d_to_S [C], the gradients of the last rows of `step` and `in_S`; d_end [3], those of the last decay,
     drift and momentum.
     """
     row = tl.program_id(0).to(tl.int64)
-    own1, own2 = own1 + row * D * F, own2 + row * D * F
     t = tl.arange(0, C)
     share = 1.0  # of the step that the first layer takes
     if DEPTH == 2:
@@ -320,9 +308,8 @@ def write_backward_kernel(
                 d_tile *= silu_slope(load_tile(pre + wide, t, f, F, 1))
                 store_tile(d_hidden + wide, t, f, F, load_tile(d_hidden + wide, t, f, F, 1) + d_tile)
             from_decay, from_drift, from_momentum = _state_backward(
-                W2 + slot, S2 + slot, own2, d_W2 + slot, d_S2 + slot, d_own2 + slot, hidden + wide,
-                d_error2 + narrow, d_error1 + wide, error2 + narrow, M_of_M, M_of_S, S_of_S, t, True, TO_START, F, D,
-                BF, BD, PRECISION,
+                W2 + slot, S2 + slot, d_W2 + slot, d_S2 + slot, hidden + wide, d_error2 + narrow, d_error1 + wide,
+                error2 + narrow, M_of_M, M_of_S, S_of_S, t, True, F, D, BF, BD, PRECISION,
             )  # fmt: skip
             dz1 = d_hidden + wide
         tl.debug_barrier()
@@ -331,8 +318,8 @@ def write_backward_kernel(
             d_tile = product(dz1, F, 1, W1 + slot, 1, F, t, d, F, BF, PRECISION)
             store_tile(dk + tokens, t, d, D, load_tile(d_k + narrow, t, d, D, 1) + d_tile)
         more_decay, more_drift, more_momentum = _state_backward(
-            W1 + slot, S1 + slot, own1, d_W1 + slot, d_S1 + slot, d_own1 + slot, k + tokens, dz1, dz1, dz1,
-            M_of_M, M_of_S, S_of_S, t, False, TO_START, D, F, BD, BF, PRECISION,
+            W1 + slot, S1 + slot, d_W1 + slot, d_S1 + slot, k + tokens, dz1, dz1, dz1, M_of_M, M_of_S, S_of_S, t,
+            False, D, F, BD, BF, PRECISION,
         )  # fmt: skip
         tl.store(d_to_M + here + t, from_M)
         tl.store(d_to_S + here + t, from_S)

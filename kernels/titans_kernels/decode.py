@@ -50,7 +50,8 @@ def _next_factors(old, after, fresh, i, columns, written, WIDTH):
 @triton.jit
 def _next_state(
     W, S, own, next_W, next_S, x, error, M_of_M, M_of_S, S_of_S, to_M, to_S, i, closes,
-    TO_START: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, PRECISION: tl.constexpr,
+    TO_START: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store weights and momentum at the next boundary if the token completes the chunk, else copies of the old ones."""
     for a_start in range(0, rolled(IN), BI):
@@ -79,8 +80,8 @@ def token_kernel(
 ):  # fmt: skip
     """Output and next state of one token in every row that has one (`counts` [B] is 1, else 0). Grid (B H).
 
-    q, k, v, y [D]; new gates: one number; theta, eta, alpha [C]; W, S, own [in, out]; x1 [C, D], x2 [C, F], error1 [C, F],
-    error2 [C, D]; length [B]. Names with `next_` are the state after the token. fresh [2, F]: workspace for the
+    q, k, v, y [D]; new gates: one number; theta, eta, alpha [C]; W, S, own [in, out]; x1 [C, D], x2 [C, F], error1
+    [C, F], error2 [C, D]; length [B]. Names with `next_` are the state after the token. fresh [2, F]: workspace for the
     token's factors. With DELTA the last layer's error is that of its present weights, and goes back through these.
     """
     row = tl.program_id(0).to(tl.int64)

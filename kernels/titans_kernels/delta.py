@@ -2,7 +2,8 @@
 
 The last layer's error of a token is taken after the writes of the tokens before it in the chunk, so errors follow one
 another, row by row. A token finds `found_M M_0 + found_S S_0 - sum_i step[t - 1, i] x_i e_i^T`, and with TO_START
-`(1 - found_M) own` besides. The kernels of `forward.py` and `backward.py` for coefficients, outputs and gates serve this rule unchanged.
+`(1 - found_M) own` besides. The kernels of `forward.py` and `backward.py` for coefficients, outputs and gates serve
+this rule unchanged.
 
 Axis letters and layouts as in `forward.py`; IN and OUT are the last layer's widths.
 """
@@ -36,7 +37,7 @@ def _tokens(chunks, C: tl.constexpr):
 
 
 @triton.jit
-def _found(decay, drift, here, t):
+def found_of_state(decay, drift, here, t):
     """The coefficients [C] of `M_0` and `S_0` in the weights that each token finds."""
     before = here + t - 1
     return tl.load(decay + before, mask=t > 0, other=1.0), tl.load(drift + before, mask=t > 0, other=0.0)
@@ -98,7 +99,7 @@ def _last_errors(
     for start in range(0, rolled(C), BC):
         i = start + tl.arange(0, BC)
         store_tile(overlap, t, i, C, product(x, IN, 1, x, 1, IN, t, i, IN, BI, PRECISION))
-    found_M, found_S = _found(decay, drift, here, t)
+    found_M, found_S = found_of_state(decay, drift, here, t)
     for start in range(0, rolled(OUT), BO):
         o = start + tl.arange(0, BO)
         out = found_M[:, None] * product(x, IN, 1, W, OUT, 1, t, o, IN, BI, PRECISION)
@@ -155,7 +156,7 @@ def delta_states_kernel(
                 store_tile(work + square, t, i, C, shared)
             tl.debug_barrier()  # other threads read this matrix
             t = _tokens(chunks, C)
-            found_M, found_S = _found(decay, drift, here, t)
+            found_M, found_S = found_of_state(decay, drift, here, t)
             error1_squared = tl.zeros((C,), tl.float32)
             for start in range(0, rolled(F), BF):
                 f = start + tl.arange(0, BF)
@@ -238,13 +239,14 @@ def _scaled_product(
 @triton.jit
 def _present_backward(
     x, error, scale, dU, W, S, own, step, work, back, d_step, d_error, d_direct, decay, drift, here, chunks,
-    TO_START: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, BC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TO_START: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backward of `U = found_M error W^T + found_S error S^T - (found_step * error (scale error)^T) x`, from dU.
 
-    Returns the gradients of found_M and found_S. Adds to d_step and to d_error (of the scaled error); stores d_direct
-    (of the error) and back [C, C], the factor in brackets. `work` [C, C] is workspace.
+    U has `(1 - found_M) error own^T` besides if TO_START. Returns the gradients of found_M and found_S. Adds to d_step
+    and to d_error (of the scaled error); stores d_direct (of the error) and back [C, C], the factor in brackets. `work`
+    [C, C] is workspace.
     """
     t = _tokens(chunks, C)
     for start in range(0, rolled(C), BC):
@@ -255,10 +257,17 @@ def _present_backward(
         store_tile(work, t, i, C, found_step * towards)
         store_tile(back, t, i, C, found_step * agreement)
         _add_before(d_step, t, i, C, -agreement * towards)
+    d_found_M, d_found_S = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    if TO_START:  # a loop of its own: in the one below it would spill
+        t = _tokens(chunks, C)
+        for start in range(0, rolled(OUT), BO):
+            o = start + tl.arange(0, BO)
+            of_own = product(dU, IN, 1, own, OUT, 1, t, o, IN, BI, PRECISION)
+            d_found_M -= tl.sum(load_tile(error, t, o, OUT, 1) * of_own, axis=1)
+            store_tile(d_direct, t, o, OUT, of_own)
     tl.debug_barrier()  # other threads read these matrices
     t = _tokens(chunks, C)
-    found_M, found_S = _found(decay, drift, here, t)
-    d_found_M, d_found_S = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    found_M, found_S = found_of_state(decay, drift, here, t)
     for start in range(0, rolled(OUT), BO):
         o = start + tl.arange(0, BO)
         E = load_tile(error, t, o, OUT, 1)
@@ -268,9 +277,7 @@ def _present_backward(
         d_found_S += tl.sum(E * of_S, axis=1)
         direct = found_M[:, None] * of_W + found_S[:, None] * of_S
         if TO_START:
-            of_own = product(dU, IN, 1, own, OUT, 1, t, o, IN, BI, PRECISION)
-            d_found_M -= tl.sum(E * of_own, axis=1)
-            direct += (1.0 - found_M)[:, None] * of_own
+            direct += (1.0 - found_M)[:, None] * load_tile(d_direct, t, o, OUT, 1)
         direct -= _scaled_product(work, error, scale, OUT, t, o, C, BC, PRECISION)
         store_tile(d_direct, t, o, OUT, direct)
         d_tile = load_tile(d_error, t, o, OUT, 1)
@@ -282,12 +289,13 @@ def _present_backward(
 @triton.jit
 def _answers_backward(
     x, error, scale, overlap, W, S, own, step, work, back, d_step, d_error, dU, d_x, from_x, decay, drift, here, chunks,
-    TWO: tl.constexpr, TO_START: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
-    BC: tl.constexpr, PRECISION: tl.constexpr,
+    TWO: tl.constexpr, TO_START: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr,
+    BO: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backward of the answers `found_M x W + found_S x S - (found_step * x x^T) (scale error)`, from d_error.
 
-    Returns the gradients of found_M and found_S; adds to d_step; completes d_x, if TWO also by `back` and dU.
+    If TO_START they have `(1 - found_M) x own` besides. Returns the gradients of found_M and found_S; adds to d_step;
+    completes d_x, if TWO also by `back` and dU.
     """
     t = _tokens(chunks, C)
     for start in range(0, rolled(C), BC):
@@ -297,7 +305,7 @@ def _answers_backward(
         _add_before(d_step, t, i, C, -d_share * load_tile(overlap, t, i, C, 1))
     tl.debug_barrier()  # other threads read the gradient of the overlap
     t = _tokens(chunks, C)
-    found_M, found_S = _found(decay, drift, here, t)
+    found_M, found_S = found_of_state(decay, drift, here, t)
     d_found_M, d_found_S = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     for start in range(0, rolled(IN), BI):
         i = start + tl.arange(0, BI)
@@ -328,7 +336,7 @@ def _add_found(
     """Tiles of `W + x^T (found_M d)` and `S + x^T (found_S d)`."""
     for start in range(0, rolled(C), BC):
         t = start + tl.arange(0, BC)
-        found_M, found_S = _found(decay, drift, here, t)
+        found_M, found_S = found_of_state(decay, drift, here, t)
         x_tile, d_tile = load_tile(x, i, t, 1, IN), load_tile(d, t, o, OUT, 1)
         to_W = tl.dot(x_tile, found_M[:, None] * d_tile, to_W, input_precision=PRECISION)
         to_S = tl.dot(x_tile, found_S[:, None] * d_tile, to_S, input_precision=PRECISION)
@@ -337,8 +345,8 @@ def _add_found(
 
 @triton.jit
 def _found_state_backward(
-    W, S, own, d_W, d_S, x, d_error, dU, error, decay, drift, here, M_of_M, M_of_S, S_of_S,
-    TWO: tl.constexpr, TO_START: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    W, S, d_W, d_S, x, d_error, dU, error, decay, drift, here, M_of_M, M_of_S, S_of_S,
+    TWO: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
     BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_state_backward` of the last layer, whose answers and errors pass through the weights that each token finds.
@@ -351,10 +359,8 @@ def _found_state_backward(
         for o_start in range(0, rolled(OUT), BO):
             o = o_start + tl.arange(0, BO)
             end_W, end_S = load_tile(d_W + IN * OUT, i, o, OUT, 1), load_tile(d_S + IN * OUT, i, o, OUT, 1)
-            fades, old_S = load_tile(W, i, o, OUT, 1), load_tile(S, i, o, OUT, 1)
-            if TO_START:
-                fades -= load_tile(own, i, o, OUT, 1)
-            from_decay += tl.sum(end_W * fades)
+            old_S = load_tile(S, i, o, OUT, 1)
+            from_decay += tl.sum(end_W * load_tile(W, i, o, OUT, 1))
             from_drift += tl.sum(end_W * old_S)
             from_momentum += tl.sum(end_S * old_S)
             to_W = load_tile(d_W, i, o, OUT, 1) + M_of_M * end_W
@@ -367,45 +373,11 @@ def _found_state_backward(
     return from_decay, from_drift, from_momentum
 
 
-@triton.jit
-def _add_found_own(
-    d_own, x, d, decay, drift, here, i, o, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BC: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The tile of `d_own + x^T ((1 - found_M) d)`."""
-    for start in range(0, rolled(C), BC):
-        t = start + tl.arange(0, BC)
-        found_M, _ = _found(decay, drift, here, t)
-        x_tile, d_tile = load_tile(x, i, t, 1, IN), load_tile(d, t, o, OUT, 1)
-        d_own = tl.dot(x_tile, (1.0 - found_M)[:, None] * d_tile, d_own, input_precision=PRECISION)
-    return d_own
-
-
-@triton.jit
-def _found_own_backward(
-    d_own, d_W, x, d_error, dU, error, decay, drift, here, M_of_M,
-    TWO: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
-    BC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The start's part of `_found_state_backward`: a loop of its own, because in that one it would spill."""
-    for i_start in range(0, rolled(IN), BI):
-        i = i_start + tl.arange(0, BI)
-        for o_start in range(0, rolled(OUT), BO):
-            o = o_start + tl.arange(0, BO)
-            found = load_tile(d_own, i, o, OUT, 1) + load_tile(d_own + IN * OUT, i, o, OUT, 1)
-            found += (1.0 - M_of_M) * load_tile(d_W + IN * OUT, i, o, OUT, 1)
-            found = _add_found_own(found, x, d_error, decay, drift, here, i, o, C, IN, OUT, BC, PRECISION)
-            if TWO:
-                found = _add_found_own(found, dU, error, decay, drift, here, i, o, C, IN, OUT, BC, PRECISION)
-            store_tile(d_own, i, o, OUT, found)
-
-
 @kernel
 def delta_write_backward_kernel(
     k, step, in_S, decay, drift, momentum, W1, S1, own1, W2, S2, own2, pre, hidden, through, error1, error2, scale1,
-    scale2, key_overlap, overlap, work, d_k, d_hidden, d_error1, d_error2, d_direct, d_W1, d_S1, d_own1, d_W2, d_S2,
-    d_own2, dk, dv, d_step, d_decay, d_drift, d_to_M, d_to_S, from_x, d_end, chunks, max_surprise, hidden_step,
-    normalised, first, N, P,
+    scale2, key_overlap, overlap, work, d_k, d_hidden, d_error1, d_error2, d_direct, d_W1, d_S1, d_W2, d_S2, dk, dv,
+    d_step, d_decay, d_drift, d_to_M, d_to_S, from_x, d_end, chunks, max_surprise, hidden_step, normalised, first, N, P,
     H, TO_START: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -427,12 +399,12 @@ def delta_write_backward_kernel(
         if DEPTH == 1:
             x, error, scale, d_x, d_error = k + tokens, error1 + wide, scale1 + here, d_k + narrow, d_error1 + wide
             W, S, d_W, d_S, divides = W1 + slot, S1 + slot, d_W1 + slot, d_S1 + slot, False
-            last, d_last = own1, d_own1 + slot
+            own = own1
         else:
             x, error, scale = hidden + wide, error2 + narrow, scale2 + here
             d_x, d_error = d_hidden + wide, d_error2 + narrow
             W, S, d_W, d_S, divides = W2 + slot, S2 + slot, d_W2 + slot, d_S2 + slot, normalised != 0
-            last, d_last = own2, d_own2 + slot
+            own = own2
         dU = d_error1 + wide
         # no cap and no division here: the scale's part comes with the errors in turn
         from_M, from_S, _ = _layer_write_backward(
@@ -462,7 +434,7 @@ def delta_write_backward_kernel(
             tl.debug_barrier()
             t = _tokens(chunks, C)
             d_found_M, d_found_S = _present_backward(
-                x, error, scale, dU, W, S, last, step + square, work + square, overlap + square, d_step + square,
+                x, error, scale, dU, W, S, own, step + square, work + square, overlap + square, d_step + square,
                 d_error, d_direct + narrow, decay, drift, here, chunks, TO_START, C, F, D, BF, BD, BC, PRECISION,
             )  # fmt: skip
             _add(d_decay + here - 1, t, d_found_M, t > 0)
@@ -475,7 +447,7 @@ def delta_write_backward_kernel(
         )  # fmt: skip
         t = _tokens(chunks, C)
         d_found_M, d_found_S = _answers_backward(
-            x, error, scale, key_overlap + square, W, S, last, step + square, work + square, overlap + square,
+            x, error, scale, key_overlap + square, W, S, own, step + square, work + square, overlap + square,
             d_step + square, d_error, dU, d_x, from_x + here, decay, drift, here, chunks, DEPTH == 2, TO_START, C, F, D,
             BF, BD, BC, PRECISION,
         )  # fmt: skip
@@ -483,14 +455,9 @@ def delta_write_backward_kernel(
         _add(d_drift + here - 1, t, d_found_S, t > 0)
         M_of_M, M_of_S, S_of_S, _, _ = end_of_chunk(step, in_S, decay, drift, momentum, here, t, C)
         from_decay, from_drift, from_momentum = _found_state_backward(
-            W, S, last, d_W, d_S, x, d_error, dU, error, decay, drift, here, M_of_M, M_of_S, S_of_S, DEPTH == 2,
-            TO_START, C, F, D, BF, BD, BC, PRECISION,
+            W, S, d_W, d_S, x, d_error, dU, error, decay, drift, here, M_of_M, M_of_S, S_of_S, DEPTH == 2, C, F, D,
+            BF, BD, BC, PRECISION,
         )  # fmt: skip
-        if TO_START:
-            _found_own_backward(
-                d_last, d_W, x, d_error, dU, error, decay, drift, here, M_of_M, DEPTH == 2, C, F, D, BF, BD, BC,
-                PRECISION,
-            )  # fmt: skip
         tl.debug_barrier()
         t = _tokens(chunks, C)
         if DEPTH == 1:
@@ -509,8 +476,8 @@ def delta_write_backward_kernel(
                 d_tile = product(d_x, F, 1, W1 + slot, 1, F, t, d, F, BF, PRECISION)
                 store_tile(dk + tokens, t, d, D, load_tile(d_k + narrow, t, d, D, 1) + d_tile)
             more_decay, more_drift, more_momentum = _state_backward(
-                W1 + slot, S1 + slot, own1, d_W1 + slot, d_S1 + slot, d_own1 + slot, k + tokens, d_x, d_x, d_x,
-                M_of_M, M_of_S, S_of_S, t, False, TO_START, D, F, BD, BF, PRECISION,
+                W1 + slot, S1 + slot, d_W1 + slot, d_S1 + slot, k + tokens, d_x, d_x, d_x, M_of_M, M_of_S, S_of_S, t,
+                False, D, F, BD, BF, PRECISION,
             )  # fmt: skip
             from_decay += more_decay
             from_drift += more_drift

@@ -6,9 +6,11 @@ all chunks in parallel.
 Axis letters: B batch, H heads, N chunks of a row, P chunks of the current piece (which starts at chunk `first`), C
 tokens of a chunk, D head width, F width of the first layer's output (the hidden width; D in a memory of one layer).
 Tokens and gates are [B, H, N, C, ...]; intermediate results are [B, H, P, ...]; states are [B, H, P + 1, in, out]. All
-tensors are contiguous. With TO_START forgetting leads to the weights own1, own2 [B, H, in, out], the start of a row; else
-it leads to zero, and these are not read. What is left of `M_0` in `M_t` is then joined by `1 - decay` of the start. Errors are stored before the rule scales them (share of the step, surprise cap); the factor
+tensors are contiguous. Errors are stored before the rule scales them (share of the step, surprise cap); the factor
 `scale` [C] multiplies the coefficients instead, which saves a scaled copy.
+
+With TO_START forgetting leads to own1 and own2 [B, H, in, out], the memory's own start, of which `M_t` has `1 - decay_t`.
+Without, it leads to zero, and they are not read.
 """
 
 import triton

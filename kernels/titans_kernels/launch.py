@@ -17,6 +17,7 @@ from .decode import token_kernel
 from .delta import delta_states_kernel, delta_write_backward_kernel
 from .forward import coefficients_kernel, linear_states_kernel, outputs_kernel, states_kernel
 from .served import Rule, Shape, options, piece_of, precision_of, shape_of
+from .start import start_backward_kernel
 
 TOKENS = ("q", "k", "v", "theta", "eta", "alpha")
 
@@ -74,7 +75,7 @@ class Piece:
         if own:
             self.bound |= zip(names_of(["own"], self.depth), own, strict=True)
         else:  # as below
-            self.bound |= dict.fromkeys(("own1", "own2", "d_own1", "d_own2"), self.like)
+            self.bound |= dict.fromkeys(("own1", "own2"), self.like)
         if self.depth == 1:  # never dereferenced, but the arguments need a pointer
             second = ["W2", "S2", "pre", "hidden", "through", "error2", "scale2", "asking", "read"]
             second += ["d_W2", "d_S2", "d_hidden", "d_error2", "d_read", "own2", "d_own2"]
@@ -84,12 +85,12 @@ class Piece:
         """Allocate buffers [B, H, *shape] in float32."""
         self.bound |= {name: self.like.new_empty(self.B, self.H, *shape) for name, shape in shapes.items()}
 
-    def allocate_states(self, *kinds: str) -> list[Tensor]:
-        """New buffers [B, H, P + 1, in, out] for tensors of these kinds at every boundary."""
+    def allocate_layers(self, number: int, *kinds: str) -> list[Tensor]:
+        """New buffers [B, H, number, in, out] of these kinds, for every layer."""
         D, F = self.shape.width, self.shape.hidden
         sizes = {1: (D, F), 2: (F, D)}
         names = names_of(kinds, self.depth)
-        self.allocate(**{name: (self.P + 1, *sizes[int(name[-1])]) for name in names})
+        self.allocate(**{name: (number, *sizes[int(name[-1])]) for name in names})
         return [self.bound[name] for name in names]
 
     def run(self, kernel, *grid: int, **own) -> None:
@@ -125,7 +126,8 @@ class Piece:
         self.allocate(d_k=(P, C, D), d_error1=(P, C, F))
         if self.depth == 2:
             self.allocate(read=(P, 2, C, F), d_read=(P, C, F), d_hidden=(P, C, F), d_error2=(P, C, D))
-        self.run(read_backward_kernel, P, self.B * self.H, dy=dy)
+        self.bound |= dict(dy=dy)
+        self.run(read_backward_kernel, P, self.B * self.H)
 
     def write_backward(self) -> None:
         P, C = self.P, self.shape.chunk
@@ -133,6 +135,12 @@ class Piece:
         if self.rule.delta:
             self.allocate(d_direct=(P, C, self.shape.width), from_x=(P, C))
         self.run(delta_write_backward_kernel if self.rule.delta else write_backward_kernel, self.B * self.H)
+
+    def start_backward(self) -> list[Tensor]:
+        """The gradient of what forgetting leads to."""
+        parts = self.allocate_layers(self.P, "d_own")
+        self.run(start_backward_kernel, self.P, self.B * self.H)
+        return [x.sum(2) for x in parts]
 
     def gates_backward(self) -> None:
         self.run(gates_backward_kernel, self.P, self.B * self.H)
@@ -163,7 +171,7 @@ def forward(starts: list[Tensor], own: list[Tensor], tokens, chunks: Tensor, rul
     N, y, kept, first = tokens["q"].shape[2], torch.empty_like(tokens["q"]), [], 0
     while first < N:
         piece = Piece(starts, own, tokens, chunks, rule, first, precision)
-        states = piece.allocate_states("W", "S")
+        states = piece.allocate_layers(piece.P + 1, "W", "S")
         for state, start in zip(states, starts, strict=True):
             state[:, :, 0] = start
         piece.coefficients(keep=False)
@@ -188,26 +196,28 @@ def backward(
     found = {name: torch.zeros_like(x) for name, x in tokens.items()}
     gradients = {f"d_{name}" if name in ("theta", "eta", "alpha") else f"d{name}": x for name, x in found.items()}
     size = piece_of(math.prod(d_ends[0].shape[:2]), shape_of(d_ends[: len(d_ends) // 2], dy.shape[-2]))
-    d_ends, kinds = [*d_ends, *map(torch.zeros_like, own)], ("d_W", "d_S", *(["d_own"] if own else []))
+    d_own = [torch.zeros_like(x) for x in own]
     for first in reversed(range(0, dy.shape[2], size)):
         groups = slice(first // served.GROUP, (first + size) // served.GROUP)
         starts = [x[:, :, groups] for x in checkpoints]
         piece = Piece([x[:, :, 0] for x in starts], own, tokens, chunks, rule, first, precision)
         piece.bound |= gradients
-        for state, start in zip(piece.allocate_states("W", "S"), starts, strict=True):
+        for state, start in zip(piece.allocate_layers(piece.P + 1, "W", "S"), starts, strict=True):
             state[:, :, : piece.P : served.GROUP] = start
-        d_states = piece.allocate_states(*kinds)
+        d_states = piece.allocate_layers(piece.P + 1, "d_W", "d_S")
         for d_state, d_end in zip(d_states, d_ends, strict=True):
             d_state[piece.row, :, piece.count] = d_end
         piece.coefficients(keep=True)
         piece.states(group=served.GROUP, keep=True)
         piece.read_backward(dy)
         piece.write_backward()
+        if own:
+            d_own = list(map(torch.add, d_own, piece.start_backward()))
         piece.gates_backward()
         d_ends = [x[:, :, 0].clone() for x in d_states]
         del piece, state, d_states, d_state  # free the buffers before the next piece allocates its own
     d_tokens = [x.to(dtype) for x, dtype in zip(found.values(), dtypes, strict=True)]
-    return [*d_ends, *d_tokens]
+    return [*d_ends, *d_own, *d_tokens]
 
 
 @on_their_device
