@@ -9,8 +9,8 @@ Tokens and gates are [B, H, N, C, ...]; intermediate results are [B, H, P, ...];
 tensors are contiguous. Errors are stored before the rule scales them (share of the step, surprise cap); the factor
 `scale` [C] multiplies the coefficients instead, which saves a scaled copy.
 
-With TO_START forgetting leads to own1 and own2 [B, H, in, out], the memory's own start, of which `M_t` has `1 - decay_t`.
-Without, it leads to zero, and they are not read.
+With TO_START forgetting leads to own1 and own2 [B, H, in, out], the memory's own start, and `M_t` has `1 - decay_t` of
+it. Without, it leads to zero, and they are not read.
 """
 
 import triton
