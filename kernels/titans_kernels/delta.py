@@ -237,6 +237,31 @@ def _scaled_product(
 
 
 @triton.jit
+def _start_backward(
+    d, own, x, target, decay, drift, here, chunks,
+    ADD: tl.constexpr, C: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr, OWN_ROW: tl.constexpr,
+    OWN_COLUMN: tl.constexpr, BLOCK_INNER: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Back through `(1 - found_M) x own^T`, from d: store `(1 - found_M) d own` in target, or add it to what is there.
+
+    Returns its part of the gradient of found_M. The strides may exchange `own` with its transpose. In the loops of the
+    callers this would spill.
+    """
+    t = _tokens(chunks, C)
+    found_M, _ = found_of_state(decay, drift, here, t)
+    d_found_M = tl.zeros((C,), tl.float32)
+    for start in range(0, rolled(WIDTH), BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        of_own = product(d, INNER, 1, own, OWN_ROW, OWN_COLUMN, t, i, INNER, BLOCK_INNER, PRECISION)
+        d_found_M -= tl.sum(load_tile(x, t, i, WIDTH, 1) * of_own, axis=1)
+        of_own *= (1.0 - found_M)[:, None]
+        if ADD:
+            of_own += load_tile(target, t, i, WIDTH, 1)
+        store_tile(target, t, i, WIDTH, of_own)
+    return d_found_M
+
+
+@triton.jit
 def _present_backward(
     x, error, scale, dU, W, S, own, step, work, back, d_step, d_error, d_direct, decay, drift, here, chunks,
     TO_START: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
@@ -258,13 +283,10 @@ def _present_backward(
         store_tile(back, t, i, C, found_step * agreement)
         _add_before(d_step, t, i, C, -agreement * towards)
     d_found_M, d_found_S = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
-    if TO_START:  # a loop of its own: in the one below it would spill
-        t = _tokens(chunks, C)
-        for start in range(0, rolled(OUT), BO):
-            o = start + tl.arange(0, BO)
-            of_own = product(dU, IN, 1, own, OUT, 1, t, o, IN, BI, PRECISION)
-            d_found_M -= tl.sum(load_tile(error, t, o, OUT, 1) * of_own, axis=1)
-            store_tile(d_direct, t, o, OUT, of_own)
+    if TO_START:
+        d_found_M += _start_backward(
+            dU, own, error, d_direct, decay, drift, here, chunks, False, C, IN, OUT, OUT, 1, BI, BO, PRECISION
+        )  # fmt: skip
     tl.debug_barrier()  # other threads read these matrices
     t = _tokens(chunks, C)
     found_M, found_S = found_of_state(decay, drift, here, t)
@@ -277,7 +299,7 @@ def _present_backward(
         d_found_S += tl.sum(E * of_S, axis=1)
         direct = found_M[:, None] * of_W + found_S[:, None] * of_S
         if TO_START:
-            direct += (1.0 - found_M)[:, None] * load_tile(d_direct, t, o, OUT, 1)
+            direct += load_tile(d_direct, t, o, OUT, 1)
         direct -= _scaled_product(work, error, scale, OUT, t, o, C, BC, PRECISION)
         store_tile(d_direct, t, o, OUT, direct)
         d_tile = load_tile(d_error, t, o, OUT, 1)
@@ -303,10 +325,14 @@ def _answers_backward(
         d_share = product(d_error, OUT, 1, error, 1, OUT, t, i, OUT, BO, PRECISION) * tl.load(scale + i)[None, :]
         store_tile(work, t, i, C, _found_steps(step, t, i, C) * d_share)
         _add_before(d_step, t, i, C, -d_share * load_tile(overlap, t, i, C, 1))
+    d_found_M, d_found_S = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    if TO_START:
+        d_found_M += _start_backward(
+            d_error, own, x, d_x, decay, drift, here, chunks, True, C, OUT, IN, 1, OUT, BO, BI, PRECISION
+        )  # fmt: skip
     tl.debug_barrier()  # other threads read the gradient of the overlap
     t = _tokens(chunks, C)
     found_M, found_S = found_of_state(decay, drift, here, t)
-    d_found_M, d_found_S = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
     for start in range(0, rolled(IN), BI):
         i = start + tl.arange(0, BI)
         x_tile = load_tile(x, t, i, IN, 1)
@@ -315,10 +341,6 @@ def _answers_backward(
         d_found_M += tl.sum(x_tile * of_W, axis=1)
         d_found_S += tl.sum(x_tile * of_S, axis=1)
         d_tile = load_tile(d_x, t, i, IN, 1) + found_M[:, None] * of_W + found_S[:, None] * of_S
-        if TO_START:
-            of_own = product(d_error, OUT, 1, own, 1, OUT, t, i, OUT, BO, PRECISION)
-            d_found_M -= tl.sum(x_tile * of_own, axis=1)
-            d_tile += (1.0 - found_M)[:, None] * of_own
         d_tile -= tl.load(from_x + t)[:, None] * x_tile
         d_tile -= product(work, C, 1, x, IN, 1, t, i, C, BC, PRECISION)
         d_tile -= product(work, 1, C, x, IN, 1, t, i, C, BC, PRECISION)
