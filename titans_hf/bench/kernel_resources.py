@@ -4,7 +4,7 @@ Each kernel is compiled for NVIDIA sm_80, sm_90 and sm_100 and AMD gfx942. The w
 a summary into kernels/README.md. Needs triton and no GPU; TRITON_INTERPRET must not be set. A row of the list names the
 sources of its kernel, so only what changed since is compiled again. The list may be interrupted: what is done is kept.
 
-    python scripts/bench/kernel_resources.py                     # what is missing; all of it: two hours of two cores
+    python scripts/bench/kernel_resources.py                     # what is missing; all of it: hours of two cores
     python scripts/bench/kernel_resources.py --defaults --check  # the presets' memory: compile, compare with the list
 """
 
