@@ -154,10 +154,9 @@ def test_a_preset_is_described_in_a_second_and_without_making_it():
     "fields, here, there, why",
     [
         (BEFORE, TORCH, TRITON, "they serve this memory"),
-        ({"memory_forget_to": "zero"}, TORCH, TRITON, "they serve this memory"),
-        ({"memory_forget_to": "zero", "head_dim": 40}, TORCH, TORCH, "head width of 40"),
-        ({"memory_forget_to": "zero", "memory_depth": 3}, TORCH, TORCH, "memory of 3 layers"),
-        ({}, TORCH, TORCH, "the kernels forget towards zero"),
+        ({}, TORCH, TRITON, "they serve this memory"),
+        ({"head_dim": 40}, TORCH, TORCH, "head width of 40"),
+        ({"memory_depth": 3}, TORCH, TORCH, "memory of 3 layers"),
         ({"memory_implementation": "torch"}, TORCH, TORCH, "memory_implementation='torch'"),
         ({**BEFORE, "memory_implementation": "triton", "head_dim": 40}, "none", "none", "head width of 40"),
     ],

@@ -51,7 +51,6 @@ BAD_FIELDS = [
     ("memory_eta_start", dict(memory_eta_start=1.0)),
     ("mixer_initializer_scale", dict(mixer_initializer_scale=0.0)),
     ("embedding_initializer_range", dict(embedding_initializer_range=-0.1)),
-    ("memory_implementation", dict(memory_implementation="triton", memory_forget_to="start")),
     ("memory_eta_max", dict(memory_eta_max=1.0)),
     ("memory_theta_max", dict(memory_theta_max=float("nan"))),
     ("sliding_window", dict(sliding_window=0)),

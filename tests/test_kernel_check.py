@@ -37,11 +37,11 @@ def read(T: int = 32, backend: str = "auto"):
     return neural_memory(*tokens, state, chunk_size=CHUNK, backend=backend)
 
 
-def check(q=None, D: int = WIDTH, chunk: int = CHUNK, delta: bool = False) -> bool:
+def check(q=None, D: int = WIDTH, chunk: int = CHUNK, delta: bool = False, to_start: bool = False) -> bool:
     tokens, state = small_inputs(D=D)
     q = tokens[0] if q is None else q
     definition = memory_ops.scan_chunks, memory_ops.extend_chunk, MemoryState
-    return kernels.passes(state.weights, q, chunk, *definition, delta)
+    return kernels.passes(state.weights, q, chunk, *definition, delta, to_start)
 
 
 class Replayed:
@@ -209,17 +209,20 @@ def test_each_shape_dtype_and_precision_is_checked_by_itself(monkeypatch):
     monkeypatch.setattr(self_check, "_check", lambda case, definition: checked.append(case) or True)
     q = torch.empty(1)
     for _ in range(2):
-        check(), check(D=32), check(chunk=32), check(q.bfloat16()), check(delta=True)
+        check(), check(D=32), check(chunk=32), check(q.bfloat16()), check(delta=True), check(to_start=True)
         with monkeypatch.context() as patch:
             patch.setattr(self_check, "precision_of", lambda tokens: "tf32")
             check()
-    assert len(set(checked)) == len(checked) == 6
+    assert len(set(checked)) == len(checked) == 7
 
 
-@pytest.mark.parametrize("delta", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_two_layers_and_half_precision_pass_within_their_tolerance(delta):
+@pytest.mark.parametrize(
+    "delta, to_start",
+    [(True, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, True), (True, False)))],
+)
+def test_two_layers_and_half_precision_pass_within_their_tolerance(delta, to_start):
     shape = served.Shape(depth=2, chunk=16, width=16, hidden=32)
-    case = self_check.Case(torch.device("cpu"), torch.bfloat16, "ieee", shape, delta)
+    case = self_check.Case(torch.device("cpu"), torch.bfloat16, "ieee", shape, delta, to_start)
     form = self_check.Form(memory_ops.scan_chunks, memory_ops.extend_chunk, MemoryState)
     assert self_check._problem(case, form) is None
 
@@ -287,24 +290,30 @@ def test_without_a_device_to_run_on_the_torch_form_is_used(monkeypatch):
     assert torch.cuda.is_available() or not check(absent)
 
 
+@pytest.mark.parametrize("to_start", [False, True])
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("shape", [shape for shape in served.every_shape() if shape.width == 16], ids=str)
-def test_no_token_of_the_case_is_near_the_cap(shape, delta):
+def test_no_token_of_the_case_is_near_the_cap(shape, delta, to_start):
     """The gradient jumps there: rounding could make right kernels fail."""
-    data = self_check.Data(self_check.Case(torch.device("cpu"), torch.float32, "ieee", shape, delta), exact=True)
+    case = self_check.Case(torch.device("cpu"), torch.float32, "ieee", shape, delta, to_start)
+    data = self_check.Data(case, exact=True)
     weights, momentum, tokens = data.matrices(1.0), data.matrices(0.1), data.tokens(self_check.N, shape.chunk)
+    start = data.start()
+    fields = dict(**self_check.FIELDS, delta=delta, start=start)
     rule, ratios = (DeltaRule if delta else Rule)(**self_check.FIELDS), []
     for n in range(self_check.N):
         _, k, v, *gates = (x[:, :, n].flatten(0, 1) for x in tokens)
         here = [x.flatten(0, 1) for x in weights]
         if delta:
             before = Before.of(Coefficients(*gates).gates)
-            write = DeltaWrite(rule, here, momentum[-1].flatten(0, 1), None, k, v, before)
+            own = start and start[-1].flatten(0, 1)
+            last = here[-1] if own is None else here[-1] - own
+            write = DeltaWrite(rule, [*here[:-1], last], momentum[-1].flatten(0, 1), own, k, v, before)
         else:
             write = Write(rule, here, k, v)
         ratios += [a * g * step / self_check.CAP for (a, g), step in zip(write.norms, write.step_scale, strict=True)]
         chunk = [x[:, :, n : n + 1] for x in tokens]
-        _, weights, momentum = memory_ops.scan_chunks(weights, momentum, *chunk, None, **self_check.FIELDS, delta=delta)
+        _, weights, momentum = memory_ops.scan_chunks(weights, momentum, *chunk, None, **fields)
     ratios = torch.stack(ratios)
     assert ratios.log().abs().min() > 0.015
     assert 0.2 < (ratios > 1).double().mean() < 0.8

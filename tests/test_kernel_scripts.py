@@ -101,7 +101,7 @@ def test_the_kernel_benchmark_compares_before_it_times(depth, tmp_path, monkeypa
 
     def noting(*arguments):
         verified.append(arguments)
-        if depth == 2:  # half a minute in the interpreter
+        if depth == 2:  # takes long in the interpreter
             verify(*arguments)
 
     def timed(*arguments):

@@ -6,6 +6,7 @@ Uninitialised memory is NaN in all of these tests.
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -24,19 +25,19 @@ from titans_kernels import served  # noqa: E402
 
 slow = pytest.mark.slow  # the interpreter takes seconds: of most cross products one part is ordinary
 
-# depth, head width, expansion, chunk, whole chunks, cap; rows of different lengths
+# depth, head width, expansion, chunk, whole chunks, cap; rows of different lengths; forgetting towards a start
 SHAPES = [
-    (1, 16, 1, 16, 3, None, False),
-    (1, 32, 1, 32, 2, 0.7, True),
-    (2, 16, 1, 16, 3, 10.0, True),
-    (2, 16, 2, 32, 2, None, True),
-    (2, 64, 1, 32, 1, 0.7, True),
+    (1, 16, 1, 16, 3, None, False, True),
+    (1, 32, 1, 32, 2, 0.7, True, True),
+    (2, 16, 1, 16, 3, 10.0, True, True),
+    (2, 16, 2, 32, 2, None, True, False),
+    (2, 64, 1, 32, 1, 0.7, True, True),
 ]
 MORE_SHAPES = [
-    *((*shape, not ragged) for *shape, ragged in SHAPES),
-    *((1, 64, 1, 16, 2, 5.0, ragged) for ragged in (False, True)),
-    *((2, 32, 2, 16, 2, 0.7, ragged) for ragged in (False, True)),
-    *((2, 64, 2, 64, 1, None, ragged) for ragged in (False, True)),
+    *((*shape, not ragged, not to_start) for *shape, ragged, to_start in SHAPES),
+    *((1, 64, 1, 16, 2, 5.0, ragged, ragged) for ragged in (False, True)),
+    *((2, 32, 2, 16, 2, 0.7, ragged, ragged) for ragged in (False, True)),
+    *((2, 64, 2, 64, 1, None, ragged, not ragged) for ragged in (False, True)),
 ]
 RULES = {  # what a rule's fields do to the gradients of two layers: before the cap, and where it acts
     "normalised": dict(max_surprise=None, normalised=True),
@@ -71,11 +72,20 @@ def chunked_inputs(depth, D, expansion, C, N, B=2, H=3, seed=0, eta=None, alpha=
     return weights, momentum, [q, k, v, *gates]
 
 
-def outputs_and_gradients(run, weights, momentum, tokens, chunks, cap):
-    """Outputs (zeros behind a row's last chunk), end states, and the gradients of starts, tokens and gates."""
-    inputs = [x.detach().requires_grad_() for x in (*weights, *momentum, *tokens)]
+def away_from(weights) -> tuple[torch.Tensor, ...]:
+    """A start that the weights have left."""
+    g = torch.Generator().manual_seed(3)
+    return tuple(W + 0.3 * W.std() * torch.randn(W.shape, generator=g) for W in weights)
+
+
+def outputs_and_gradients(run, weights, momentum, tokens, chunks, cap, to_start=False):
+    """Outputs (zeros behind a row's last chunk), end states, and the gradients of states, tokens, gates and start."""
+    start = away_from(weights) if to_start else ()
+    inputs = [x.detach().requires_grad_() for x in (*weights, *momentum, *tokens, *start)]
     depth, N = len(weights), tokens[0].shape[2]
-    y, W, S = run(tuple(inputs[:depth]), tuple(inputs[depth : 2 * depth]), *inputs[2 * depth :], chunks, cap)
+    weights, momentum, tokens = inputs[:depth], inputs[depth : 2 * depth], inputs[2 * depth : 2 * depth + 6]
+    start = tuple(inputs[2 * depth + 6 :]) or None
+    y, W, S = run(tuple(weights), tuple(momentum), *tokens, chunks, cap, start=start)
     real = torch.arange(N) < (torch.full((2,), N) if chunks is None else chunks)[:, None]
     outputs = [torch.where(real[:, None, :, None, None], y, 0.0), *W, *S]
     g = torch.Generator().manual_seed(1)
@@ -93,8 +103,8 @@ def assert_all_close(mine, theirs, tolerance: float) -> None:
 
 @pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(shape, marks=slow) for shape in MORE_SHAPES)], ids=str)
 def test_whole_chunks_equal_the_torch_form(shape):
-    *sizes, N, cap, ragged = shape
-    inputs = (*chunked_inputs(*sizes, N), torch.tensor([N, N - 1]) if ragged else None, cap)
+    *sizes, N, cap, ragged, to_start = shape
+    inputs = (*chunked_inputs(*sizes, N), torch.tensor([N, N - 1]) if ragged else None, cap, to_start)
     mine, theirs = (outputs_and_gradients(form.scan_chunks, *inputs) for form in (kernels, memory_ops))
     assert_all_close(mine, theirs, 2e-6)
 
@@ -116,27 +126,28 @@ def test_a_rule_s_fields_change_the_gradients_as_in_the_torch_form(fields):
     assert_all_close(mine, theirs, 2e-6)
 
 
-# depth, head width, expansion, chunk, whole chunks, cap, rows of different lengths; the other fields of the rule
+# depth, head width, expansion, chunk, whole chunks, cap, rows of different lengths, start; other fields of the rule
 NORMALISED = dict(normalised=True, hidden_step=0.3)
 DELTA = [
-    (1, 16, 1, 16, 2, 1.5, True, {}),
-    (2, 16, 2, 16, 2, 1.5, False, NORMALISED),
-    (2, 16, 1, 32, 1, None, False, NORMALISED),
+    (1, 16, 1, 16, 2, 1.5, True, True, {}),
+    (2, 16, 2, 16, 2, 1.5, False, True, NORMALISED),
+    (2, 16, 1, 32, 1, None, False, False, NORMALISED),
 ]
 MORE_DELTA = [
-    (1, 32, 1, 32, 2, None, False, {}),
-    (2, 16, 1, 16, 2, 20.0, True, {}),
-    (2, 16, 2, 16, 3, None, True, NORMALISED),
-    (2, 64, 2, 32, 1, 3.0, True, NORMALISED),
-    (2, 32, 4, 64, 1, None, False, NORMALISED),
+    (1, 16, 1, 16, 2, 1.5, True, False, {}),
+    (1, 32, 1, 32, 2, None, False, True, {}),
+    (2, 16, 1, 16, 2, 20.0, True, False, {}),
+    (2, 16, 2, 16, 3, None, True, True, NORMALISED),
+    (2, 64, 2, 32, 1, 3.0, True, False, NORMALISED),
+    (2, 32, 4, 64, 1, None, False, True, NORMALISED),
 ]
 
 
 @pytest.mark.parametrize("shape", [*DELTA, *(pytest.param(shape, marks=slow) for shape in MORE_DELTA)], ids=str)
 def test_chunks_written_by_delta_equal_the_torch_form(shape):
     """With the cap, which acts on some tokens, and without."""
-    *sizes, N, cap, ragged, fields = shape
-    inputs = (*inputs_of_either_norm(*sizes, N), torch.tensor([N, N - 1]) if ragged else None, cap)
+    *sizes, N, cap, ragged, to_start, fields = shape
+    inputs = (*inputs_of_either_norm(*sizes, N), torch.tensor([N, N - 1]) if ragged else None, cap, to_start)
     mine, theirs = (
         outputs_and_gradients(partial(form.scan_chunks, delta=True, **fields), *inputs)
         for form in (kernels, memory_ops)
@@ -147,13 +158,12 @@ def test_chunks_written_by_delta_equal_the_torch_form(shape):
 def test_a_cap_that_acts_on_every_error_in_turn_has_the_gradient_of_the_token_loop():
     """Against autograd through the definition, in float64."""
     weights, momentum, tokens = chunked_inputs(2, 16, 1, 16, 1, B=1, H=1)
-    state = MemoryState(tuple(weights), tuple(momentum))
     found = []
     for backend in ("triton", "recurrent"):
         exact = backend == "recurrent"
-        inputs = [x.double() if exact else x for x in (*tokens, *weights, *momentum)]
+        inputs = [x.double() if exact else x for x in (*tokens, *weights, *momentum, *away_from(weights))]
         inputs = [x.detach().requires_grad_() for x in inputs]
-        state = MemoryState(tuple(inputs[6:8]), tuple(inputs[8:]))
+        state = MemoryState(tuple(inputs[6:8]), tuple(inputs[8:10]), start=tuple(inputs[10:]))
         of_tokens = [x[:, :, 0].transpose(1, 2) for x in inputs[:6]]
         rule = DeltaRule(0.5, **NORMALISED)
         y, after = neural_memory(*of_tokens, state, chunk_size=16, rule=rule, backend=backend)
@@ -188,7 +198,7 @@ def test_sequences_of_several_pieces_and_checkpoints(depth, chunks, monkeypatch)
     monkeypatch.setattr(served, "PIECE", 4)
     monkeypatch.setattr(served, "GROUP", 2)
     monkeypatch.setattr(served, "ON_CHIP_WIDTH", {"ieee": 0 if chunks[0] == 2 else 16})
-    inputs = (*chunked_inputs(depth, 16, 1, 16, 6, H=2), torch.tensor(chunks), 1.0)
+    inputs = (*chunked_inputs(depth, 16, 1, 16, 6, H=2), torch.tensor(chunks), 1.0, depth == 2)
     mine, theirs = (outputs_and_gradients(form.scan_chunks, *inputs) for form in (kernels, memory_ops))
     assert_all_close(mine, theirs, 5e-6)
 
@@ -215,11 +225,20 @@ def assert_same_state(mine: MemoryState, theirs: MemoryState) -> None:
         assert torch.equal(mine.length, theirs.length)
 
 
-@pytest.mark.parametrize("rule", [Rule(1.0), DeltaRule(1.0, **NORMALISED)], ids=str)
+@pytest.mark.parametrize(
+    "rule, to_start",
+    [
+        (Rule(1.0), True),
+        (DeltaRule(1.0, **NORMALISED), True),
+        *(pytest.param(rule, False, marks=slow) for rule in (Rule(1.0), DeltaRule(1.0, **NORMALISED))),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("tokens_read_before", [5, *(pytest.param(tokens, marks=slow) for tokens in (0, 16))])
-def test_any_length_from_any_state_equals_the_torch_backend(tokens_read_before, rule):
+def test_any_length_from_any_state_equals_the_torch_backend(tokens_read_before, rule, to_start):
     """Odd lengths, from the middle of a chunk, with padding anywhere."""
     tokens, state = memory_inputs(B=2, T=60, H=2, D=16, dtype=torch.float32)
+    state = replace(state, start=away_from(state.weights) if to_start else None)
     options = dict(chunk_size=16, rule=rule)
     if tokens_read_before:
         _, state = neural_memory(*(x[:, :tokens_read_before] for x in tokens), state, **options)
@@ -234,22 +253,22 @@ def test_any_length_from_any_state_equals_the_torch_backend(tokens_read_before, 
 
 
 @pytest.mark.parametrize(
-    "depth, rule",
+    "depth, rule, to_start",
     [
-        (1, Rule()),
-        (2, Rule(0.8, normalised=True, hidden_step=0.3)),
-        (2, DeltaRule(1.5, normalised=True, hidden_step=0.3)),
-        *(pytest.param(1, rule, marks=slow) for rule in (Rule(0.8), DeltaRule(), DeltaRule(0.8))),
-        *(pytest.param(2, rule, marks=slow) for rule in (Rule(), DeltaRule())),
+        (1, Rule(), False),
+        (2, Rule(0.8, normalised=True, hidden_step=0.3), True),
+        (2, DeltaRule(1.5, normalised=True, hidden_step=0.3), True),
+        *(pytest.param(1, rule, True, marks=slow) for rule in (Rule(0.8), DeltaRule(), DeltaRule(0.8))),
+        *(pytest.param(2, rule, False, marks=slow) for rule in (Rule(), DeltaRule())),
     ],
     ids=str,
 )
-def test_decoding_token_by_token_equals_the_torch_backend(depth, rule):
+def test_decoding_token_by_token_equals_the_torch_backend(depth, rule, to_start):
     """Across a chunk boundary, which the rows reach at different steps: one row skips some."""
-    tokens, start = memory_inputs(B=2, T=23, H=2, D=16, depth=depth, dtype=torch.float32)
+    tokens, first = memory_inputs(B=2, T=23, H=2, D=16, depth=depth, dtype=torch.float32)
     outputs, states = [], []
     for backend in ("triton", "torch"):
-        state = start
+        state = replace(first, start=away_from(first.weights) if to_start else None)
         for t in range(23):
             lengths = torch.tensor([1, int(t % 7 != 3)])
             y, state = neural_memory(
@@ -279,11 +298,12 @@ def test_decoding_changes_nothing_in_place():
 
 def small_model(variant: str, implementation: str, **fields):
     sizes = dict(hidden_size=32, head_dim=16, memory_chunk_size=16, segment_size=32, sliding_window=16)
-    served = dict(num_hidden_layers=1, memory_forget_to="zero", memory_implementation=implementation)
-    return tiny_model(variant, torch.float32, **sizes, **served, **fields)
+    return tiny_model(
+        variant, torch.float32, num_hidden_layers=1, memory_implementation=implementation, **sizes, **fields
+    )
 
 
-PLAIN = dict(memory_write="chunk", memory_step="plain", memory_hidden_step=1.0)
+PLAIN = dict(memory_write="chunk", memory_step="plain", memory_hidden_step=1.0, memory_forget_to="zero")
 
 
 @pytest.mark.parametrize(
@@ -328,22 +348,37 @@ def test_the_operators_pass_torch_s_own_checks(depth):
     """Schema, fake tensors, autograd registration, ahead-of-time dispatch: what torch.compile relies on."""
     weights, momentum, tokens = chunked_inputs(depth, 16, 1, 16, 1, H=2)
     chunks = torch.tensor([1, 0], dtype=torch.int32)
-    for x in (*weights, *momentum, *tokens):
+    start = list(away_from(weights)) if depth == 1 else []
+    for x in (*weights, *momentum, *start, *tokens):
         x.requires_grad_()
     rule = (10.0, True, 0.5, depth == 2)
-    arguments = (weights, momentum, *tokens, chunks, *rule, True)
+    arguments = (weights, momentum, start, *tokens, chunks, *rule, True)
     torch.library.opcheck(torch.ops.titans.scan_chunks.default, arguments)
     with torch.no_grad():
         y, *states = torch.ops.titans.scan_chunks(*arguments)
         ends, checkpoints = states[: 2 * depth], states[2 * depth :]
         gradients = (torch.ones_like(y), [torch.ones_like(x) for x in ends], checkpoints)
-        arguments = (*gradients, *(x.detach() for x in tokens), chunks, *rule)
+        start = [x.detach() for x in start]
+        arguments = (*gradients, start, *(x.detach() for x in tokens), chunks, *rule)
     torch.library.opcheck(torch.ops.titans.scan_chunks_backward.default, arguments)
     _, state = memory_inputs(B=1, H=2, D=16, depth=depth, dtype=torch.float32)
     state = state.opened(16)
     q, gate = torch.randn(1, 2, 1, 16), torch.rand(1, 2, 1)
     parts = map(list, (state.weights, state.momentum, state.inputs, state.errors))
-    arguments = (*parts, *state.gates, state.length, q, q, q, gate, gate, gate, torch.ones(1, dtype=torch.long), *rule)
+    arguments = (
+        *parts,
+        list(state.start or ()),
+        *state.gates,
+        state.length,
+        q,
+        q,
+        q,
+        gate,
+        gate,
+        gate,
+        torch.ones(1, dtype=torch.long),
+        *rule,
+    )
     torch.library.opcheck(torch.ops.titans.extend_chunk.default, arguments)
 
 

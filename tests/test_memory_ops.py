@@ -87,10 +87,8 @@ def test_towards_its_start_a_memory_forgets_what_it_has_learned_since():
         assert_close(W, own + L, 1e-12)
 
 
-def test_the_kernels_refuse_a_start_by_name():
+def test_a_start_unlike_the_weights_is_refused_by_name():
     tokens, state = memory_inputs(T=3)
-    with pytest.raises(ValueError, match="'triton'. forgets towards zero"):
-        neural_memory(*tokens, replace(state, start=state.weights), chunk_size=4, backend="triton")
     with pytest.raises(ValueError, match="`state.start` must be like `state.weights`"):
         neural_memory(*tokens, replace(state, start=state.weights[:1]), chunk_size=4)
 

@@ -71,7 +71,7 @@ class TitansConfig(PreTrainedConfig):
         memory_momentum, memory_forget, memory_conv: switches for the ablations of Table 5.
         memory_forget_to: where the forget gate leads. "zero" is the paper as printed. "start" is the memory before a
             row's first token, `M_t = (1 - alpha) M_(t-1) + alpha start + S_t`: what fades is what was written since,
-            and not what training has learned. The kernels serve "zero" only.
+            and not what training has learned.
         memory_conv_width: taps of the causal depthwise convolution on the memory's queries, keys and values.
         memory_implementation: "torch" (the chunk form), "triton" (its kernels, on GPUs), "auto" (the kernels where they
             are installed and serve the tensors, else torch) or "recurrent" (the token loop, for checks).
@@ -241,11 +241,6 @@ class TitansConfig(PreTrainedConfig):
             raise ValueError(
                 f"`memory_chunk_size` ({self.memory_chunk_size}) must divide `segment_size` ({self.segment_size}) "
                 "in the mac variant: choose a multiple"
-            )
-        if self.memory_forget_to == "start" and self.memory_implementation == "triton":
-            raise ValueError(
-                "`memory_implementation` is 'triton', whose kernels forget towards zero: take 'auto', or leave "
-                "`memory_forget_to` at 'zero'"
             )
         self._check_ranges()
 

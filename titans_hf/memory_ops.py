@@ -106,10 +106,11 @@ def scan_chunks(
     normalised: bool = False,
     hidden_step: float = 1.0,
     delta: bool = False,
+    start=None,
 ):
-    """`scan` as the Triton kernels compute it: a rule given by its fields, forgetting towards zero."""
+    """`scan` as the Triton kernels compute it: a rule given by its fields."""
     rule = (DeltaRule if delta else Rule)(max_surprise, normalised, hidden_step)
-    return scan(rule, weights, momentum, None, (q, k, v, theta, eta, alpha), chunks)
+    return scan(rule, weights, momentum, start, (q, k, v, theta, eta, alpha), chunks)
 
 
 def extend_chunk(
@@ -126,7 +127,7 @@ def extend_chunk(
     hidden_step: float = 1.0,
     delta: bool = False,
 ):
-    """`extend` as the Triton kernels compute it: a rule given by its fields, forgetting towards zero."""
+    """`extend` as the Triton kernels compute it: a rule given by its fields."""
     rule = (DeltaRule if delta else Rule)(max_surprise, normalised, hidden_step)
     return extend(rule, state, (q, k, v, theta, eta, alpha), counts)
 
@@ -160,8 +161,6 @@ def choose_form(backend: str, rule: Rule, state: MemoryState, q: Tensor, chunk_s
 
 def kernel_refusal(rule: Rule, state: MemoryState, q: Tensor, chunk_size: int) -> str | None:
     """Why the Triton kernels cannot serve a memory, and the fix; None if they can."""
-    if state.start is not None:
-        return "forgets towards zero: take 'auto' where `state.start` is given"
     if type(rule) not in (Rule, DeltaRule):
         return f"does not serve {rule}: use 'auto' or 'torch'"
     kernels = _kernels()
@@ -182,12 +181,12 @@ def _kernels():
 
 def _kernels_pass(rule: Rule, state: MemoryState, q: Tensor, chunk_size: int) -> bool:
     """Whether the kernels agree with torch on this device; checked at their first use (`titans_kernels.self_check`)."""
-    delta = type(rule) is DeltaRule
-    return _kernels().passes(state.weights, q, chunk_size, scan_chunks, extend_chunk, MemoryState, delta)
+    kind = dict(delta=type(rule) is DeltaRule, to_start=state.start is not None)
+    return _kernels().passes(state.weights, q, chunk_size, scan_chunks, extend_chunk, MemoryState, **kind)
 
 
-def _kernel_scan(rule: Rule, weights, momentum, _start: None, tokens, chunks: Tensor | None):
-    return _kernels().scan_chunks(weights, momentum, *tokens, chunks, *_fields(rule))
+def _kernel_scan(rule: Rule, weights, momentum, start, tokens, chunks: Tensor | None):
+    return _kernels().scan_chunks(weights, momentum, *tokens, chunks, *_fields(rule), start)
 
 
 def _kernel_extend(rule: Rule, state: MemoryState, tokens, counts: Tensor | None):

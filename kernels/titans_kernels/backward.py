@@ -28,15 +28,15 @@ from .tiles import (
 
 @triton.jit
 def _layer_read_backward(
-    xb, x, error, scale, overlap, W, S, dz, step, d_step, work, d_xb, d_x, d_error, d_W, d_S, M_of_M, M_of_S, t,
-    FIRST: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
-    BC: tl.constexpr, PRECISION: tl.constexpr,
+    xb, x, error, scale, overlap, W, S, own, dz, step, d_step, work, d_xb, d_x, d_error, d_W, d_S, M_of_M, M_of_S, t,
+    FIRST: tl.constexpr, TO_START: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr,
+    BO: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backward of `z = decay (xb W) + drift (xb S) - (overlap * step * scale) error`, with `overlap = xb x^T`.
 
-    Returns the gradients of decay and drift. Stores d_xb, d_x [C, IN], d_error [C, OUT] (of the capped error), d_W and
-    d_S [IN, OUT]; adds to d_step [C, C], or sets it if FIRST. `work` [C, C] is workspace for the gradient of the
-    overlap.
+    With TO_START z has `(1 - decay) (xb own)` besides. Returns the gradients of decay and drift. Stores d_xb, d_x
+    [C, IN], d_error [C, OUT] (of the capped error), d_W and d_S [IN, OUT]; adds to d_step [C, C], or sets it if FIRST.
+    `work` [C, C] is workspace for the gradient of the overlap.
     """
     weight = load_tile(step, t, t, C, 1)
     for start in range(0, rolled(C), BC):
@@ -58,6 +58,10 @@ def _layer_read_backward(
         through = product(dz, OUT, 1, S, 1, OUT, t, i, OUT, BO, PRECISION)
         d_drift += tl.sum(xb_tile * through, axis=1)
         d_tile += M_of_S[:, None] * through
+        if TO_START:
+            through = product(dz, OUT, 1, own, 1, OUT, t, i, OUT, BO, PRECISION)
+            d_decay -= tl.sum(xb_tile * through, axis=1)
+            d_tile += (1.0 - M_of_M)[:, None] * through
         d_tile += product(work, C, 1, x, IN, 1, t, i, C, BC, PRECISION)
         store_tile(d_xb, t, i, IN, d_tile)
         store_tile(d_x, t, i, IN, product(work, 1, C, xb, IN, 1, t, i, C, BC, PRECISION))
@@ -76,10 +80,10 @@ def _layer_read_backward(
 
 @kernel
 def read_backward_kernel(
-    q, k, dy, step, decay, drift, W1, S1, W2, S2, hidden, error1, error2, scale1, scale2,
+    q, k, dy, step, decay, drift, W1, S1, own1, W2, S2, own2, hidden, error1, error2, scale1, scale2,
     read, d_read, overlap, work, dq, d_k, d_hidden, d_error1, d_error2, d_W1, d_S1, d_W2, d_S2, d_step, d_decay,
     d_drift, chunks, first, N, P,
-    H, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
+    H, TO_START: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients through the outputs, from dy. Grid (P, B H).
@@ -92,6 +96,7 @@ def read_backward_kernel(
         return
     here, tokens = (row * P + n) * C, (row * N + first + n) * C * D
     slot = (row * (P + 1) + n) * D * F
+    own1, own2 = own1 + row * D * F, own2 + row * D * F
     t = tl.arange(0, C)
     M_of_M, M_of_S = tl.load(decay + here + t), tl.load(drift + here + t)
     overlap, work, step, d_step = overlap + here * C, work + here * C, step + here * C, d_step + here * C
@@ -108,6 +113,8 @@ def read_backward_kernel(
             f = start + tl.arange(0, BF)
             Z = M_of_M[:, None] * product(q + tokens, D, 1, W1 + slot, F, 1, t, f, D, BD, PRECISION)
             Z += M_of_S[:, None] * product(q + tokens, D, 1, S1 + slot, F, 1, t, f, D, BD, PRECISION)
+            if TO_START:
+                Z += (1.0 - M_of_M)[:, None] * product(q + tokens, D, 1, own1, F, 1, t, f, D, BD, PRECISION)
             Z -= product(work, C, 1, error1 + here * F, F, 1, t, f, C, BC, PRECISION)
             store_tile(zb, t, f, F, Z)
             store_tile(xb, t, f, F, silu(Z))
@@ -117,9 +124,9 @@ def read_backward_kernel(
             store_tile(overlap, t, i, C, product(xb, F, 1, hidden + here * F, 1, F, t, i, F, BF, PRECISION))
         tl.debug_barrier()
         found_decay, found_drift = _layer_read_backward(
-            xb, hidden + here * F, error2 + here * D, scale2 + here, overlap, W2 + slot, S2 + slot, dy + tokens, step,
-            d_step, work, d_read, d_hidden + here * F, d_error2 + here * D, d_W2 + slot, d_S2 + slot, M_of_M, M_of_S, t,
-            True, C, F, D, BF, BD, BC, PRECISION,
+            xb, hidden + here * F, error2 + here * D, scale2 + here, overlap, W2 + slot, S2 + slot, own2,
+            dy + tokens, step, d_step, work, d_read, d_hidden + here * F, d_error2 + here * D, d_W2 + slot, d_S2 + slot,
+            M_of_M, M_of_S, t, True, TO_START, C, F, D, BF, BD, BC, PRECISION,
         )  # fmt: skip
         tl.debug_barrier()
         for start in range(0, rolled(F), BF):
@@ -135,9 +142,9 @@ def read_backward_kernel(
     else:
         upstream = dy + tokens
     more_decay, more_drift = _layer_read_backward(
-        q + tokens, k + tokens, error1 + here * F, scale1 + here, overlap, W1 + slot, S1 + slot, upstream, step, d_step,
-        work, dq + tokens, d_k + here * D, d_error1 + here * F, d_W1 + slot, d_S1 + slot, M_of_M, M_of_S, t,
-        DEPTH == 1, C, D, F, BD, BF, BC, PRECISION,
+        q + tokens, k + tokens, error1 + here * F, scale1 + here, overlap, W1 + slot, S1 + slot, own1, upstream,
+        step, d_step, work, dq + tokens, d_k + here * D, d_error1 + here * F, d_W1 + slot, d_S1 + slot,
+        M_of_M, M_of_S, t, DEPTH == 1, TO_START, C, D, F, BD, BF, BC, PRECISION,
     )  # fmt: skip
     tl.store(d_decay + here + t, found_decay + more_decay)
     tl.store(d_drift + here + t, found_drift + more_drift)

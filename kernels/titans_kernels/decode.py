@@ -49,8 +49,9 @@ def _next_factors(old, after, fresh, i, columns, written, WIDTH):
 
 @triton.jit
 def _next_state(
-    W, S, next_W, next_S, x, error, M_of_M, M_of_S, S_of_S, to_M, to_S, i, closes,
-    IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, PRECISION: tl.constexpr,
+    W, S, own, next_W, next_S, x, error, M_of_M, M_of_S, S_of_S, to_M, to_S, i, closes,
+    TO_START: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store weights and momentum at the next boundary if the token completes the chunk, else copies of the old ones."""
     for a_start in range(0, rolled(IN), BI):
@@ -61,6 +62,8 @@ def _next_state(
             if closes:
                 x_tile, error_tile = load_tile(x, a, i, 1, IN), load_tile(error, i, b, OUT, 1)
                 new_W = M_of_M * new_W + M_of_S * new_S
+                if TO_START:
+                    new_W += (1.0 - M_of_M) * load_tile(own, a, b, OUT, 1)
                 new_W -= tl.dot(x_tile, to_M[:, None] * error_tile, input_precision=PRECISION)
                 new_S = S_of_S * new_S - tl.dot(x_tile, to_S[:, None] * error_tile, input_precision=PRECISION)
             store_tile(next_W, a, b, OUT, new_W)
@@ -69,16 +72,16 @@ def _next_state(
 
 @kernel
 def token_kernel(
-    q, k, v, new_theta, new_eta, new_alpha, counts, length, theta, eta, alpha, W1, S1, W2, S2, x1, x2, error1, error2,
-    y, next_length, next_theta, next_eta, next_alpha, next_W1, next_S1, next_W2, next_S2,
+    q, k, v, new_theta, new_eta, new_alpha, counts, length, theta, eta, alpha, W1, S1, own1, W2, S2, own2, x1, x2,
+    error1, error2, y, next_length, next_theta, next_eta, next_alpha, next_W1, next_S1, next_W2, next_S2,
     next_x1, next_x2, next_error1, next_error2, fresh, max_surprise, hidden_step, normalised,
-    H, DELTA: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
-    BF: tl.constexpr, PRECISION: tl.constexpr,
+    H, DELTA: tl.constexpr, TO_START: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    F: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output and next state of one token in every row that has one (`counts` [B] is 1, else 0). Grid (B H).
 
-    q, k, v, y [D]; new gates: one number; theta, eta, alpha [C]; W, S [in, out]; x1 [C, D], x2 [C, F], error1 [C, F],
-    error2 [C, D]; length [B]. Names with `next_` are the state after the token. fresh [2, F]: workspace for the
+    q, k, v, y [D]; new gates: one number; theta, eta, alpha [C]; W, S, own [in, out]; x1 [C, D], x2 [C, F], error1
+    [C, F], error2 [C, D]; length [B]. Names with `next_` are the state after the token. fresh [2, F]: workspace for the
     token's factors. With DELTA the last layer's error is that of its present weights, and goes back through these.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -110,6 +113,8 @@ def token_kernel(
             E = tl.sum(K[:, None] * load_tile(W1 + state, d, f, F, 1), axis=0)
             if DELTA:
                 E = found_M * E + found_S * tl.sum(K[:, None] * load_tile(S1 + state, d, f, F, 1), axis=0)
+                if TO_START:
+                    E += (1.0 - found_M) * tl.sum(K[:, None] * load_tile(own1 + state, d, f, F, 1), axis=0)
                 E -= tl.sum(known[:, None] * load_tile(error1 + here * F, i, f, F, 1), axis=0)
             E = 2.0 * (E - tl.load(v + row * D + f))
             error_squared += tl.sum(E * E)
@@ -125,11 +130,13 @@ def token_kernel(
             )
             Z = M_of_M * tl.sum(Q[:, None] * load_tile(W1 + state, d, f, F, 1), axis=0)
             Z += M_of_S * tl.sum(Q[:, None] * load_tile(S1 + state, d, f, F, 1), axis=0)
+            if TO_START:
+                Z += (1.0 - M_of_M) * tl.sum(Q[:, None] * load_tile(own1 + state, d, f, F, 1), axis=0)
             Z -= tl.sum(weight[:, None] * E, axis=0)
             tl.store(y + row * D + f, tl.where(real, Z, 0.0))
     else:
         out, hidden_squared = tl.zeros((D,), tl.float32), 0.0
-        out_S, known = tl.zeros((D,), tl.float32), tl.zeros((C,), tl.float32)
+        out_S, out_own, known = tl.zeros((D,), tl.float32), tl.zeros((D,), tl.float32), tl.zeros((C,), tl.float32)
         for start in range(0, rolled(F), BF):
             f = start + tl.arange(0, BF)
             Z = tl.sum(K[:, None] * load_tile(W1 + state, d, f, F, 1), axis=0)
@@ -138,12 +145,16 @@ def token_kernel(
             out += tl.sum(A[:, None] * load_tile(W2 + state, f, d, D, 1), axis=0)
             if DELTA:
                 out_S += tl.sum(A[:, None] * load_tile(S2 + state, f, d, D, 1), axis=0)
+                if TO_START:
+                    out_own += tl.sum(A[:, None] * load_tile(own2 + state, f, d, D, 1), axis=0)
                 known += tl.sum(A[None, :] * load_tile(x2 + here * F, i, f, F, 1), axis=1)
             tl.store(fresh_x + f, A)
             tl.store(fresh_error + f, silu_slope(Z))
         if DELTA:
             errors = load_tile(error2 + here * D, i, d, D, 1)
             out = found_M * out + found_S * out_S - tl.sum((found * known)[:, None] * errors, axis=0)
+            if TO_START:
+                out += (1.0 - found_M) * out_own
         E2 = 2.0 * (out - V)
         tl.debug_barrier()
         if DELTA:  # loaded again: held in registers until here, the errors would spill
@@ -153,6 +164,8 @@ def token_kernel(
             E = tl.sum(load_tile(W2 + state, f, d, D, 1) * E2[None, :], axis=1)
             if DELTA:
                 E = found_M * E + found_S * tl.sum(load_tile(S2 + state, f, d, D, 1) * E2[None, :], axis=1)
+                if TO_START:
+                    E += (1.0 - found_M) * tl.sum(load_tile(own2 + state, f, d, D, 1) * E2[None, :], axis=1)
                 E -= tl.sum(known[:, None] * load_tile(x2 + here * F, i, f, F, 1), axis=0)
             E *= tl.load(fresh_error + f)
             error_squared += tl.sum(E * E)
@@ -170,22 +183,26 @@ def token_kernel(
             )
             Z = M_of_M * tl.sum(Q[:, None] * load_tile(W1 + state, d, f, F, 1), axis=0)
             Z += M_of_S * tl.sum(Q[:, None] * load_tile(S1 + state, d, f, F, 1), axis=0)
+            if TO_START:
+                Z += (1.0 - M_of_M) * tl.sum(Q[:, None] * load_tile(own1 + state, d, f, F, 1), axis=0)
             X = silu(Z - tl.sum(weight[:, None] * E, axis=0))
             A = _next_factors(x2 + here * F, next_x2 + here * F, tl.load(fresh_x + f), i, f, written, F)
             overlap += tl.sum(A * X[None, :], axis=1)
             Y += M_of_M * tl.sum(X[:, None] * load_tile(W2 + state, f, d, D, 1), axis=0)
             Y += M_of_S * tl.sum(X[:, None] * load_tile(S2 + state, f, d, D, 1), axis=0)
+            if TO_START:
+                Y += (1.0 - M_of_M) * tl.sum(X[:, None] * load_tile(own2 + state, f, d, D, 1), axis=0)
         E2 *= scale_of(hidden_squared, tl.sum(E2 * E2), 1.0, normalised != 0, max_surprise)
         errors = _next_factors(error2 + here * D, next_error2 + here * D, E2, i, d, written, D)
         Y -= tl.sum((to_M * overlap)[:, None] * errors, axis=0)
         tl.store(y + row * D + d, tl.where(real, Y, 0.0))
         tl.debug_barrier()
         _next_state(
-            W2 + state, S2 + state, next_W2 + state, next_S2 + state, next_x2 + here * F, next_error2 + here * D,
-            M_of_M, M_of_S, S_of_S, to_M, to_S, i, closes, F, D, BF, BD, PRECISION,
+            W2 + state, S2 + state, own2 + state, next_W2 + state, next_S2 + state, next_x2 + here * F,
+            next_error2 + here * D, M_of_M, M_of_S, S_of_S, to_M, to_S, i, closes, TO_START, F, D, BF, BD, PRECISION,
         )  # fmt: skip
     tl.debug_barrier()
     _next_state(
-        W1 + state, S1 + state, next_W1 + state, next_S1 + state, next_x1 + here * D, next_error1 + here * F,
-        M_of_M, M_of_S, S_of_S, to_M, to_S, i, closes, D, F, BD, BF, PRECISION,
+        W1 + state, S1 + state, own1 + state, next_W1 + state, next_S1 + state, next_x1 + here * D,
+        next_error1 + here * F, M_of_M, M_of_S, S_of_S, to_M, to_S, i, closes, TO_START, D, F, BD, BF, PRECISION,
     )  # fmt: skip

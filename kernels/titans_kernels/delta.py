@@ -1,8 +1,9 @@
 """Kernels of chunks written by delta (`DeltaRule`): forward and backward of `titans_hf/memory_delta.py`.
 
 The last layer's error of a token is taken after the writes of the tokens before it in the chunk, so errors follow one
-another, row by row. A token finds `found_M M_0 + found_S S_0 - sum_i step[t - 1, i] x_i e_i^T`. The
-kernels of `forward.py` and `backward.py` for coefficients, outputs and gates serve this rule unchanged.
+another, row by row. A token finds `found_M M_0 + found_S S_0 - sum_i step[t - 1, i] x_i e_i^T`, and with TO_START
+`(1 - found_M) own` besides. The kernels of `forward.py` and `backward.py` for coefficients, outputs and gates serve
+this rule unchanged.
 
 Axis letters and layouts as in `forward.py`; IN and OUT are the last layer's widths.
 """
@@ -36,7 +37,7 @@ def _tokens(chunks, C: tl.constexpr):
 
 
 @triton.jit
-def _found(decay, drift, here, t):
+def found_of_state(decay, drift, here, t):
     """The coefficients [C] of `M_0` and `S_0` in the weights that each token finds."""
     before = here + t - 1
     return tl.load(decay + before, mask=t > 0, other=1.0), tl.load(drift + before, mask=t > 0, other=0.0)
@@ -90,19 +91,21 @@ def _errors_in_turn(
 
 @triton.jit
 def _last_errors(
-    x, v, W, S, overlap, step, error, scale, decay, drift, here, normalised, max_surprise, t,
-    C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, BC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, v, W, S, own, overlap, step, error, scale, decay, drift, here, normalised, max_surprise, t,
+    TO_START: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the last layer's errors [C, OUT], their scales [C], and the overlap [C, C] of its inputs x."""
     for start in range(0, rolled(C), BC):
         i = start + tl.arange(0, BC)
         store_tile(overlap, t, i, C, product(x, IN, 1, x, 1, IN, t, i, IN, BI, PRECISION))
-    found_M, found_S = _found(decay, drift, here, t)
+    found_M, found_S = found_of_state(decay, drift, here, t)
     for start in range(0, rolled(OUT), BO):
         o = start + tl.arange(0, BO)
         out = found_M[:, None] * product(x, IN, 1, W, OUT, 1, t, o, IN, BI, PRECISION)
         out += found_S[:, None] * product(x, IN, 1, S, OUT, 1, t, o, IN, BI, PRECISION)
+        if TO_START:
+            out += (1.0 - found_M)[:, None] * product(x, IN, 1, own, OUT, 1, t, o, IN, BI, PRECISION)
         store_tile(error, t, o, OUT, 2.0 * (out - load_tile(v, t, o, OUT, 1)))
     tl.debug_barrier()  # each barrier here: the next step reads what other threads stored
     _errors_in_turn(overlap, step, error, scale, normalised, max_surprise, C, OUT, BC)
@@ -110,16 +113,17 @@ def _last_errors(
 
 @kernel
 def delta_states_kernel(
-    k, v, step, in_S, decay, drift, momentum, W1, S1, W2, S2, pre, hidden, through, error1, error2, scale1, scale2,
-    key_overlap, work, chunks, max_surprise, hidden_step, normalised, first, N, P,
-    H, GROUP, KEEP: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
-    BD: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, step, in_S, decay, drift, momentum, W1, S1, own1, W2, S2, own2, pre, hidden, through, error1, error2, scale1,
+    scale2, key_overlap, work, chunks, max_surprise, hidden_step, normalised, first, N, P,
+    H, GROUP, KEEP: tl.constexpr, TO_START: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    F: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`states_kernel` by delta; also stores key_overlap [C, C], the inner products of the last layer's inputs.
 
     work [C, C] is workspace. Vectors are loaded where they are used: held for a whole chunk, they would spill.
     """
     row, group = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    own1, own2 = own1 + row * D * F, own2 + row * D * F
     begin = group * GROUP
     stop = tl.minimum(begin + GROUP, chunks_here(chunks, row, first, P, H))
     for n in range(begin, stop):
@@ -128,8 +132,9 @@ def delta_states_kernel(
         t = _tokens(chunks, C)
         if DEPTH == 1:
             _last_errors(
-                k + tokens, v + tokens, W1 + slot, S1 + slot, key_overlap + square, step + square, error1 + wide,
-                scale1 + here, decay, drift, here, False, max_surprise, t, C, D, F, BD, BF, BC, PRECISION,
+                k + tokens, v + tokens, W1 + slot, S1 + slot, own1, key_overlap + square, step + square,
+                error1 + wide, scale1 + here, decay, drift, here, False, max_surprise, t, TO_START, C, D, F, BD, BF, BC,
+                PRECISION,
             )  # fmt: skip
         else:
             for start in range(0, rolled(F), BF):
@@ -140,8 +145,9 @@ def delta_states_kernel(
             tl.debug_barrier()  # other threads read these activations
             t = _tokens(chunks, C)
             _last_errors(
-                hidden + wide, v + tokens, W2 + slot, S2 + slot, key_overlap + square, step + square, error2 + narrow,
-                scale2 + here, decay, drift, here, normalised != 0, max_surprise, t, C, F, D, BF, BD, BC, PRECISION,
+                hidden + wide, v + tokens, W2 + slot, S2 + slot, own2, key_overlap + square, step + square,
+                error2 + narrow, scale2 + here, decay, drift, here, normalised != 0, max_surprise, t, TO_START, C, F, D,
+                BF, BD, BC, PRECISION,
             )  # fmt: skip
             for start in range(0, rolled(C), BC):
                 i = start + tl.arange(0, BC)
@@ -150,12 +156,15 @@ def delta_states_kernel(
                 store_tile(work + square, t, i, C, shared)
             tl.debug_barrier()  # other threads read this matrix
             t = _tokens(chunks, C)
-            found_M, found_S = _found(decay, drift, here, t)
+            found_M, found_S = found_of_state(decay, drift, here, t)
             error1_squared = tl.zeros((C,), tl.float32)
             for start in range(0, rolled(F), BF):
                 f = start + tl.arange(0, BF)
                 U = found_M[:, None] * product(error2 + narrow, D, 1, W2 + slot, 1, D, t, f, D, BD, PRECISION)
                 U += found_S[:, None] * product(error2 + narrow, D, 1, S2 + slot, 1, D, t, f, D, BD, PRECISION)
+                if TO_START:
+                    of_own = product(error2 + narrow, D, 1, own2, 1, D, t, f, D, BD, PRECISION)
+                    U += (1.0 - found_M)[:, None] * of_own
                 U -= product(work + square, C, 1, hidden + wide, F, 1, t, f, C, BC, PRECISION)
                 E = U * silu_slope(load_tile(pre + wide, t, f, F, 1))
                 error1_squared += tl.sum(E * E, axis=1)
@@ -169,11 +178,15 @@ def delta_states_kernel(
             if not KEEP or n + 1 < stop:
                 scale, end = tl.load(scale2 + here + t), end_of_chunk(step, in_S, decay, drift, momentum, here, t, C)
                 _update(
-                    W2 + slot, S2 + slot, hidden + wide, error2 + narrow, scale, end, t, F, D, BF, BD, PRECISION
+                    W2 + slot, S2 + slot, own2, hidden + wide, error2 + narrow, scale, end, t, TO_START, F, D, BF,
+                    BD, PRECISION,
                 )  # fmt: skip
         if not KEEP or n + 1 < stop:
             scale, end = tl.load(scale1 + here + t), end_of_chunk(step, in_S, decay, drift, momentum, here, t, C)
-            _update(W1 + slot, S1 + slot, k + tokens, error1 + wide, scale, end, t, D, F, BD, BF, PRECISION)
+            _update(
+                W1 + slot, S1 + slot, own1, k + tokens, error1 + wide, scale, end, t, TO_START, D, F, BD, BF,
+                PRECISION,
+            )  # fmt: skip
         tl.debug_barrier()  # the next chunk reads the states that all threads wrote
 
 
@@ -224,15 +237,41 @@ def _scaled_product(
 
 
 @triton.jit
+def _start_backward(
+    d, own, x, target, decay, drift, here, chunks,
+    ADD: tl.constexpr, C: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr, OWN_ROW: tl.constexpr,
+    OWN_COLUMN: tl.constexpr, BLOCK_INNER: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Back through `(1 - found_M) x own^T`, from d: store `(1 - found_M) d own` in target, or add it to what is there.
+
+    Returns its part of the gradient of found_M. The strides may exchange `own` with its transpose. In the loops of the
+    callers this would spill.
+    """
+    t = _tokens(chunks, C)
+    found_M, _ = found_of_state(decay, drift, here, t)
+    d_found_M = tl.zeros((C,), tl.float32)
+    for start in range(0, rolled(WIDTH), BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        of_own = product(d, INNER, 1, own, OWN_ROW, OWN_COLUMN, t, i, INNER, BLOCK_INNER, PRECISION)
+        d_found_M -= tl.sum(load_tile(x, t, i, WIDTH, 1) * of_own, axis=1)
+        of_own *= (1.0 - found_M)[:, None]
+        if ADD:
+            of_own += load_tile(target, t, i, WIDTH, 1)
+        store_tile(target, t, i, WIDTH, of_own)
+    return d_found_M
+
+
+@triton.jit
 def _present_backward(
-    x, error, scale, dU, W, S, step, work, back, d_step, d_error, d_direct, decay, drift, here, chunks,
-    C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr, BC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x, error, scale, dU, W, S, own, step, work, back, d_step, d_error, d_direct, decay, drift, here, chunks,
+    TO_START: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
+    BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backward of `U = found_M error W^T + found_S error S^T - (found_step * error (scale error)^T) x`, from dU.
 
-    Returns the gradients of found_M and found_S. Adds to d_step and to d_error (of the scaled error); stores d_direct
-    (of the error) and back [C, C], the factor in brackets. `work` [C, C] is workspace.
+    U has `(1 - found_M) error own^T` besides if TO_START. Returns the gradients of found_M and found_S. Adds to d_step
+    and to d_error (of the scaled error); stores d_direct (of the error) and back [C, C], the factor in brackets. `work`
+    [C, C] is workspace.
     """
     t = _tokens(chunks, C)
     for start in range(0, rolled(C), BC):
@@ -243,10 +282,14 @@ def _present_backward(
         store_tile(work, t, i, C, found_step * towards)
         store_tile(back, t, i, C, found_step * agreement)
         _add_before(d_step, t, i, C, -agreement * towards)
+    d_found_M, d_found_S = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    if TO_START:
+        d_found_M += _start_backward(
+            dU, own, error, d_direct, decay, drift, here, chunks, False, C, IN, OUT, OUT, 1, BI, BO, PRECISION
+        )  # fmt: skip
     tl.debug_barrier()  # other threads read these matrices
     t = _tokens(chunks, C)
-    found_M, found_S = _found(decay, drift, here, t)
-    d_found_M, d_found_S = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    found_M, found_S = found_of_state(decay, drift, here, t)
     for start in range(0, rolled(OUT), BO):
         o = start + tl.arange(0, BO)
         E = load_tile(error, t, o, OUT, 1)
@@ -255,6 +298,8 @@ def _present_backward(
         d_found_M += tl.sum(E * of_W, axis=1)
         d_found_S += tl.sum(E * of_S, axis=1)
         direct = found_M[:, None] * of_W + found_S[:, None] * of_S
+        if TO_START:
+            direct += load_tile(d_direct, t, o, OUT, 1)
         direct -= _scaled_product(work, error, scale, OUT, t, o, C, BC, PRECISION)
         store_tile(d_direct, t, o, OUT, direct)
         d_tile = load_tile(d_error, t, o, OUT, 1)
@@ -265,13 +310,14 @@ def _present_backward(
 
 @triton.jit
 def _answers_backward(
-    x, error, scale, overlap, W, S, step, work, back, d_step, d_error, dU, d_x, from_x, decay, drift, here, chunks,
-    TWO: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
-    BC: tl.constexpr, PRECISION: tl.constexpr,
+    x, error, scale, overlap, W, S, own, step, work, back, d_step, d_error, dU, d_x, from_x, decay, drift, here, chunks,
+    TWO: tl.constexpr, TO_START: tl.constexpr, C: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr,
+    BO: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backward of the answers `found_M x W + found_S x S - (found_step * x x^T) (scale error)`, from d_error.
 
-    Returns the gradients of found_M and found_S; adds to d_step; completes d_x, if TWO also by `back` and dU.
+    If TO_START they have `(1 - found_M) x own` besides. Returns the gradients of found_M and found_S; adds to d_step;
+    completes d_x, if TWO also by `back` and dU.
     """
     t = _tokens(chunks, C)
     for start in range(0, rolled(C), BC):
@@ -279,10 +325,14 @@ def _answers_backward(
         d_share = product(d_error, OUT, 1, error, 1, OUT, t, i, OUT, BO, PRECISION) * tl.load(scale + i)[None, :]
         store_tile(work, t, i, C, _found_steps(step, t, i, C) * d_share)
         _add_before(d_step, t, i, C, -d_share * load_tile(overlap, t, i, C, 1))
+    d_found_M, d_found_S = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    if TO_START:
+        d_found_M += _start_backward(
+            d_error, own, x, d_x, decay, drift, here, chunks, True, C, OUT, IN, 1, OUT, BO, BI, PRECISION
+        )  # fmt: skip
     tl.debug_barrier()  # other threads read the gradient of the overlap
     t = _tokens(chunks, C)
-    found_M, found_S = _found(decay, drift, here, t)
-    d_found_M, d_found_S = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+    found_M, found_S = found_of_state(decay, drift, here, t)
     for start in range(0, rolled(IN), BI):
         i = start + tl.arange(0, BI)
         x_tile = load_tile(x, t, i, IN, 1)
@@ -308,7 +358,7 @@ def _add_found(
     """Tiles of `W + x^T (found_M d)` and `S + x^T (found_S d)`."""
     for start in range(0, rolled(C), BC):
         t = start + tl.arange(0, BC)
-        found_M, found_S = _found(decay, drift, here, t)
+        found_M, found_S = found_of_state(decay, drift, here, t)
         x_tile, d_tile = load_tile(x, i, t, 1, IN), load_tile(d, t, o, OUT, 1)
         to_W = tl.dot(x_tile, found_M[:, None] * d_tile, to_W, input_precision=PRECISION)
         to_S = tl.dot(x_tile, found_S[:, None] * d_tile, to_S, input_precision=PRECISION)
@@ -347,10 +397,10 @@ def _found_state_backward(
 
 @kernel
 def delta_write_backward_kernel(
-    k, step, in_S, decay, drift, momentum, W1, S1, W2, S2, pre, hidden, through, error1, error2, scale1, scale2,
-    key_overlap, overlap, work, d_k, d_hidden, d_error1, d_error2, d_direct, d_W1, d_S1, d_W2, d_S2, dk, dv, d_step,
-    d_decay, d_drift, d_to_M, d_to_S, from_x, d_end, chunks, max_surprise, hidden_step, normalised, first, N, P,
-    H, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
+    k, step, in_S, decay, drift, momentum, W1, S1, own1, W2, S2, own2, pre, hidden, through, error1, error2, scale1,
+    scale2, key_overlap, overlap, work, d_k, d_hidden, d_error1, d_error2, d_direct, d_W1, d_S1, d_W2, d_S2, dk, dv,
+    d_step, d_decay, d_drift, d_to_M, d_to_S, from_x, d_end, chunks, max_surprise, hidden_step, normalised, first, N, P,
+    H, TO_START: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`write_backward_kernel` by delta; adds to d_step, d_decay and d_drift the gradients of what tokens find.
@@ -359,6 +409,7 @@ def delta_write_backward_kernel(
     stored and loaded where they are used: held for a whole chunk, they would spill.
     """
     row = tl.program_id(0).to(tl.int64)
+    own1, own2 = own1 + row * D * F, own2 + row * D * F
     count = chunks_here(chunks, row, first, P, H)
     for done in range(count):
         n = count - 1 - done
@@ -370,10 +421,12 @@ def delta_write_backward_kernel(
         if DEPTH == 1:
             x, error, scale, d_x, d_error = k + tokens, error1 + wide, scale1 + here, d_k + narrow, d_error1 + wide
             W, S, d_W, d_S, divides = W1 + slot, S1 + slot, d_W1 + slot, d_S1 + slot, False
+            own = own1
         else:
             x, error, scale = hidden + wide, error2 + narrow, scale2 + here
             d_x, d_error = d_hidden + wide, d_error2 + narrow
             W, S, d_W, d_S, divides = W2 + slot, S2 + slot, d_W2 + slot, d_S2 + slot, normalised != 0
+            own = own2
         dU = d_error1 + wide
         # no cap and no division here: the scale's part comes with the errors in turn
         from_M, from_S, _ = _layer_write_backward(
@@ -403,8 +456,8 @@ def delta_write_backward_kernel(
             tl.debug_barrier()
             t = _tokens(chunks, C)
             d_found_M, d_found_S = _present_backward(
-                x, error, scale, dU, W, S, step + square, work + square, overlap + square, d_step + square, d_error,
-                d_direct + narrow, decay, drift, here, chunks, C, F, D, BF, BD, BC, PRECISION,
+                x, error, scale, dU, W, S, own, step + square, work + square, overlap + square, d_step + square,
+                d_error, d_direct + narrow, decay, drift, here, chunks, TO_START, C, F, D, BF, BD, BC, PRECISION,
             )  # fmt: skip
             _add(d_decay + here - 1, t, d_found_M, t > 0)
             _add(d_drift + here - 1, t, d_found_S, t > 0)
@@ -416,9 +469,9 @@ def delta_write_backward_kernel(
         )  # fmt: skip
         t = _tokens(chunks, C)
         d_found_M, d_found_S = _answers_backward(
-            x, error, scale, key_overlap + square, W, S, step + square, work + square, overlap + square,
-            d_step + square, d_error, dU, d_x, from_x + here, decay, drift, here, chunks, DEPTH == 2, C, F, D, BF, BD,
-            BC, PRECISION,
+            x, error, scale, key_overlap + square, W, S, own, step + square, work + square, overlap + square,
+            d_step + square, d_error, dU, d_x, from_x + here, decay, drift, here, chunks, DEPTH == 2, TO_START, C, F, D,
+            BF, BD, BC, PRECISION,
         )  # fmt: skip
         _add(d_decay + here - 1, t, d_found_M, t > 0)
         _add(d_drift + here - 1, t, d_found_S, t > 0)

@@ -30,6 +30,7 @@ def extend_chunk(
     parts = (state.weights, state.momentum, state.inputs, state.errors)
     y, length, *found = torch.ops.titans.extend_chunk(
         *map(list, parts),
+        list(state.start or ()),
         *state.gates,
         state.length,
         *(q, k, v, theta, eta, alpha, counts),
@@ -50,6 +51,7 @@ def _extend(
     momentum: list[Tensor],
     inputs: list[Tensor],
     errors: list[Tensor],
+    start: list[Tensor],
     slot_theta: Tensor,
     slot_eta: Tensor,
     slot_alpha: Tensor,
@@ -72,11 +74,11 @@ def _extend(
     state = (*weights, *momentum, *inputs, *errors)
     gates = (slot_theta, slot_eta, slot_alpha)
     rule = Rule(max_surprise, normalised, hidden_step, delta)
-    return launch.token(state, gates, length, (q, k, v, theta, eta, alpha), counts, rule)
+    return launch.token(state, start, gates, length, (q, k, v, theta, eta, alpha), counts, rule)
 
 
 @_extend.register_fake
-def _(weights, momentum, inputs, errors, slot_theta, slot_eta, slot_alpha, length, q, k, v, theta, eta, alpha, counts,
-      max_surprise, normalised, hidden_step, delta):  # fmt: skip
+def _(weights, momentum, inputs, errors, start, slot_theta, slot_eta, slot_alpha, length, q, k, v, theta, eta, alpha,
+      counts, max_surprise, normalised, hidden_step, delta):  # fmt: skip
     new = lambda x: torch.empty_like(x, memory_format=torch.contiguous_format)  # noqa: E731
     return list(map(new, (q, length, slot_theta, slot_eta, slot_alpha, *weights, *momentum, *inputs, *errors)))

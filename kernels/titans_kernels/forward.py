@@ -8,6 +8,9 @@ tokens of a chunk, D head width, F width of the first layer's output (the hidden
 Tokens and gates are [B, H, N, C, ...]; intermediate results are [B, H, P, ...]; states are [B, H, P + 1, in, out]. All
 tensors are contiguous. Errors are stored before the rule scales them (share of the step, surprise cap); the factor
 `scale` [C] multiplies the coefficients instead, which saves a scaled copy.
+
+With TO_START forgetting leads to own1 and own2 [B, H, in, out], the memory's own start, and `M_t` has `1 - decay_t` of
+it. Without, it leads to zero, and they are not read.
 """
 
 import triton
@@ -65,8 +68,8 @@ def end_of_chunk(step, in_S, decay, drift, momentum, here, t, C: tl.constexpr):
 
 @triton.jit
 def _update(
-    W, S, x, error, scale, end, t, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr, BO: tl.constexpr,
-    PRECISION: tl.constexpr,
+    W, S, own, x, error, scale, end, t, TO_START: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BI: tl.constexpr,
+    BO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store weights and momentum after a chunk of gradients `x_i error_i^T` in the next slot."""
     M_of_M, M_of_S, S_of_S, to_M, to_S = end
@@ -79,6 +82,8 @@ def _update(
             error_tile = load_tile(error, t, o, OUT, 1)
             old_W, old_S = load_tile(W, i, o, OUT, 1), load_tile(S, i, o, OUT, 1)
             new_W = M_of_M * old_W + M_of_S * old_S
+            if TO_START:
+                new_W += (1.0 - M_of_M) * load_tile(own, i, o, OUT, 1)
             new_W -= tl.dot(x_tile, to_M * error_tile, input_precision=PRECISION)
             store_tile(W + IN * OUT, i, o, OUT, new_W)
             new_S = S_of_S * old_S - tl.dot(x_tile, to_S * error_tile, input_precision=PRECISION)
@@ -87,8 +92,8 @@ def _update(
 
 @kernel
 def linear_states_kernel(
-    k, v, step, in_S, decay, drift, momentum, W1, S1, error1, scale1, chunks, max_surprise, first, N, P,
-    H, GROUP, KEEP: tl.constexpr, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, step, in_S, decay, drift, momentum, W1, S1, own1, error1, scale1, chunks, max_surprise, first, N, P,
+    H, GROUP, KEEP: tl.constexpr, TO_START: tl.constexpr, C: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """States of a memory of one layer, with weights and momentum in registers. Grid (groups, B H).
 
@@ -112,6 +117,8 @@ def linear_states_kernel(
         M_of_M, M_of_S, S_of_S, to_M, to_S = end_of_chunk(step, in_S, decay, drift, momentum, here, t, C)
         K = tl.trans(K)
         M = M_of_M * M + M_of_S * momentum_now
+        if TO_START:
+            M += (1.0 - M_of_M) * load_tile(own1 + row * D * D, d, d, D, 1)
         M -= tl.dot(K, (to_M * capped)[:, None] * E, input_precision=PRECISION)
         momentum_now = S_of_S * momentum_now - tl.dot(K, (to_S * capped)[:, None] * E, input_precision=PRECISION)
         slot = (row * (P + 1) + n + 1) * D * D
@@ -122,10 +129,10 @@ def linear_states_kernel(
 
 @kernel
 def states_kernel(
-    k, v, step, in_S, decay, drift, momentum, W1, S1, W2, S2, pre, hidden, through, error1, error2, scale1, scale2,
-    chunks, max_surprise, hidden_step, normalised, first, N, P,
-    H, GROUP, KEEP: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
-    BD: tl.constexpr, BF: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, step, in_S, decay, drift, momentum, W1, S1, own1, W2, S2, own2, pre, hidden, through, error1, error2, scale1,
+    scale2, chunks, max_surprise, hidden_step, normalised, first, N, P,
+    H, GROUP, KEEP: tl.constexpr, TO_START: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    F: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """States of a memory of one or two layers, in global memory (L2). Grid (groups, B H).
 
@@ -134,6 +141,7 @@ def states_kernel(
     factors; and, if KEEP, through [C, F], the first layer's error before the slope of the non-linearity.
     """
     row, group = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    own1, own2 = own1 + row * D * F, own2 + row * D * F
     t = tl.arange(0, C)
     begin = group * GROUP
     stop = tl.minimum(begin + GROUP, chunks_here(chunks, row, first, P, H))
@@ -182,19 +190,24 @@ def states_kernel(
             tl.debug_barrier()  # other threads read the first layer's errors
             if not KEEP or n + 1 < stop:
                 _update(
-                    W2 + slot, S2 + slot, hidden + here * F, error2 + here * D, scale, end, t, F, D, BF, BD, PRECISION
+                    W2 + slot, S2 + slot, own2, hidden + here * F, error2 + here * D, scale, end, t, TO_START, F,
+                    D, BF, BD, PRECISION,
                 )  # fmt: skip
         scale = scale_of(k_squared, error1_squared, share, False, max_surprise)
         tl.store(scale1 + here + t, scale)
         if not KEEP or n + 1 < stop:
-            _update(W1 + slot, S1 + slot, k + tokens, error1 + here * F, scale, end, t, D, F, BD, BF, PRECISION)
+            _update(
+                W1 + slot, S1 + slot, own1, k + tokens, error1 + here * F, scale, end, t, TO_START, D, F, BD, BF,
+                PRECISION,
+            )  # fmt: skip
         tl.debug_barrier()  # the next chunk reads the states that all threads wrote
 
 
 @kernel
 def outputs_kernel(
-    q, k, step, decay, drift, W1, S1, W2, S2, hidden, error1, error2, scale1, scale2, asking, y, chunks, first, N, P,
-    H, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
+    q, k, step, decay, drift, W1, S1, own1, W2, S2, own2, hidden, error1, error2, scale1, scale2, asking, y, chunks,
+    first, N, P,
+    H, TO_START: tl.constexpr, DEPTH: tl.constexpr, C: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, BQ: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Outputs of BQ tokens of a chunk, each read from the memory after its own write (Eq. 15). Grid (P C / BQ, B H).
@@ -204,6 +217,7 @@ def outputs_kernel(
     row, n = tl.program_id(1).to(tl.int64), tl.program_id(0) // (C // BQ)
     here, tokens = (row * P + n) * C, (row * N + first + n) * C * D
     slot = (row * (P + 1) + n) * D * F
+    own1, own2 = own1 + row * D * F, own2 + row * D * F
     t, asked = tl.arange(0, C), tl.program_id(0) % (C // BQ) * BQ + tl.arange(0, BQ)
     if n >= chunks_here(chunks, row, first, P, H):
         for start in range(0, rolled(D), BD):
@@ -217,6 +231,8 @@ def outputs_kernel(
         f = start + tl.arange(0, BF)
         Z = M_of_M * product(q + tokens, D, 1, W1 + slot, F, 1, asked, f, D, BD, PRECISION)
         Z += M_of_S * product(q + tokens, D, 1, S1 + slot, F, 1, asked, f, D, BD, PRECISION)
+        if TO_START:
+            Z += (1.0 - M_of_M) * product(q + tokens, D, 1, own1, F, 1, asked, f, D, BD, PRECISION)
         Z -= tl.dot(P1, load_tile(error1 + here * F, t, f, F, 1), input_precision=PRECISION)
         if DEPTH == 1:
             store_tile(y + tokens, asked, f, D, Z)
@@ -230,5 +246,7 @@ def outputs_kernel(
             d = start + tl.arange(0, BD)
             Y = M_of_M * product(asking + here * F, F, 1, W2 + slot, D, 1, asked, d, F, BF, PRECISION)
             Y += M_of_S * product(asking + here * F, F, 1, S2 + slot, D, 1, asked, d, F, BF, PRECISION)
+            if TO_START:
+                Y += (1.0 - M_of_M) * product(asking + here * F, F, 1, own2, D, 1, asked, d, F, BF, PRECISION)
             Y -= tl.dot(P2, load_tile(error2 + here * D, t, d, D, 1), input_precision=PRECISION)
             store_tile(y + tokens, asked, d, D, Y)

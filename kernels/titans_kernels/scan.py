@@ -25,16 +25,19 @@ def scan_chunks(
     normalised: bool = False,
     hidden_step: float = 1.0,
     delta: bool = False,
+    start=None,
 ):
     """Outputs, weights and momentum, as `titans_hf.memory_ops.scan_chunks` defines them."""
     refuse(weights, q, q.shape[-2])
     if chunks is None:
         chunks = torch.full(q.shape[:1], q.shape[2], device=q.device)  # [B]
-    inputs = (*weights, *momentum, q, k, v, theta, eta, alpha)
+    start = start or ()
+    inputs = (*weights, *momentum, *start, q, k, v, theta, eta, alpha)
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     y, *states = torch.ops.titans.scan_chunks(
         list(weights),
         list(momentum),
+        list(start),
         *(q, k, v, theta, eta, alpha),
         chunks.to(torch.int32),
         max_surprise,
@@ -51,6 +54,7 @@ def scan_chunks(
 def _scan(
     weights: list[Tensor],
     momentum: list[Tensor],
+    start: list[Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -69,34 +73,35 @@ def _scan(
     from . import launch
 
     rule = Rule(max_surprise, normalised, hidden_step, delta)
-    return launch.forward([*weights, *momentum], (q, k, v, theta, eta, alpha), chunks, rule, keep)
+    return launch.forward([*weights, *momentum], start, (q, k, v, theta, eta, alpha), chunks, rule, keep)
 
 
 @_scan.register_fake
-def _(weights, momentum, q, k, v, theta, eta, alpha, chunks, max_surprise, normalised, hidden_step, delta, keep):
+def _(weights, momentum, start, q, k, v, theta, eta, alpha, chunks, max_surprise, normalised, hidden_step, delta, keep):
     states, groups = (*weights, *momentum), -(-q.shape[2] // served.GROUP)
     kept = [W.new_empty(*W.shape[:2], groups, *W.shape[2:]) if keep else W.new_empty(0) for W in states]
     return [torch.empty_like(q, memory_format=torch.contiguous_format), *(W.new_empty(W.shape) for W in states), *kept]
 
 
 def _save(ctx, inputs, output) -> None:
-    weights, _, *inputs, _ = inputs
-    *tokens, chunks = inputs[:7]
+    weights, _, start, *inputs, _ = inputs
     ctx.depth, ctx.rule = len(weights), inputs[7:]
     ctx.set_materialize_grads(False)  # checkpoints have no gradient: do not allocate zeros for them
-    ctx.save_for_backward(*tokens, chunks, *output[1 + 2 * ctx.depth :])
+    ctx.save_for_backward(*inputs[:7], *start, *output[1 + 2 * ctx.depth :])
 
 
 def _backward(ctx, gradients):
-    q, k, v, theta, eta, alpha, chunks, *checkpoints = ctx.saved_tensors
+    q, k, v, theta, eta, alpha, chunks, *states = ctx.saved_tensors
+    start, checkpoints = states[: -2 * ctx.depth], states[-2 * ctx.depth :]
     ends = [(*q.shape[:2], *x.shape[3:]) for x in checkpoints]
     shapes = zip(gradients, (q.shape, *ends), strict=False)
     dy, *d_ends = (checkpoints[0].new_zeros(shape) if g is None else g for g, shape in shapes)
     found = torch.ops.titans.scan_chunks_backward(
-        dy, d_ends, checkpoints, q, k, v, theta, eta, alpha, chunks, *ctx.rule
+        dy, d_ends, checkpoints, start, q, k, v, theta, eta, alpha, chunks, *ctx.rule
     )
-    starts, tokens = found[: 2 * ctx.depth], found[2 * ctx.depth :]
-    return starts[: ctx.depth], starts[ctx.depth :], *tokens, None, *(None for _ in ctx.rule), None
+    states, tokens = found[:-6], found[-6:]
+    weights, momentum, start = (states[i * ctx.depth : (i + 1) * ctx.depth] for i in range(3))
+    return weights, momentum, start, *tokens, None, *(None for _ in ctx.rule), None
 
 
 _scan.register_autograd(_backward, setup_context=_save)
@@ -107,6 +112,7 @@ def _scan_backward(
     dy: Tensor,
     d_ends: list[Tensor],
     checkpoints: list[Tensor],
+    start: list[Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -119,15 +125,15 @@ def _scan_backward(
     hidden_step: float,
     delta: bool,
 ) -> list[Tensor]:
-    """Gradients of the start state (weights, then momentum) and of q, k, v, theta, eta, alpha."""
+    """Gradients of weights, momentum and start, and of q, k, v, theta, eta, alpha."""
     from . import launch
 
     rule = Rule(max_surprise, normalised, hidden_step, delta)
-    return launch.backward(dy, d_ends, checkpoints, (q, k, v, theta, eta, alpha), chunks, rule)
+    return launch.backward(dy, d_ends, checkpoints, start, (q, k, v, theta, eta, alpha), chunks, rule)
 
 
 @_scan_backward.register_fake
-def _(dy, d_ends, checkpoints, q, k, v, theta, eta, alpha, chunks, max_surprise, normalised, hidden_step, delta):
+def _(dy, d_ends, checkpoints, start, q, k, v, theta, eta, alpha, chunks, max_surprise, normalised, hidden_step, delta):
     tokens = (q, k, v, theta, eta, alpha)
     contiguous = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tokens]
-    return [*(x.new_empty(x.shape) for x in d_ends), *contiguous]
+    return [*(x.new_empty(x.shape) for x in (*d_ends, *start)), *contiguous]

@@ -60,6 +60,7 @@ class Case:
     precision: str
     shape: Shape
     delta: bool  # whether errors are taken in turn, by kernels of its own
+    to_start: bool  # where forgetting leads, if not to zero
 
     @property
     def tolerance(self) -> float:
@@ -67,14 +68,16 @@ class Case:
         return TOLERANCE[self.precision] + rounding
 
     def __str__(self) -> str:
-        how = "errors in turn, " if self.delta else ""
+        how = ("errors in turn, " if self.delta else "") + ("forgetting to the start, " if self.to_start else "")
         return f"{self.shape}, {how}tokens in {self.dtype}, {self.precision} products, on {self.device}"
 
 
 _results: dict[Case, bool] = {}
 
 
-def passes(weights, q: Tensor, chunk_size: int, scan_chunks, extend_chunk, State, delta: bool = False) -> bool:
+def passes(
+    weights, q: Tensor, chunk_size: int, scan_chunks, extend_chunk, State, delta: bool = False, to_start: bool = False
+) -> bool:
     """Whether the kernels agree with the torch form for tensors like these; a failure warns once.
 
     Under `torch.compile` the check runs during tracing, on tensors of its own, and the graph contains its result as a
@@ -84,13 +87,15 @@ def passes(weights, q: Tensor, chunk_size: int, scan_chunks, extend_chunk, State
     Args:
         weights, q, chunk_size: memory and tokens, of which only device, dtype and sizes matter.
         scan_chunks, extend_chunk, State: the torch form (`titans_hf.memory_ops`). `State` takes the keywords weights,
-            momentum, inputs, errors, gates and length.
+            momentum, inputs, errors, gates, length and start.
         delta: whether the rule is `DeltaRule`. Its other fields do not matter: any are the same kernels.
+        to_start: whether the memory forgets towards a start.
     """
     width, hidden = weights[0].shape[-2:]
     chunk, width = _constant(chunk_size, CHUNKS), _constant(width, WIDTHS)
     hidden = _constant(hidden, [width * times for times in EXPANSIONS])
-    return _passes(q.device, q.dtype, len(weights), chunk, width, hidden, delta, scan_chunks, extend_chunk, State)
+    shape = (len(weights), chunk, width, hidden)
+    return _passes(q.device, q.dtype, *shape, delta, to_start, scan_chunks, extend_chunk, State)
 
 
 def _constant(size: int, served) -> int:
@@ -103,14 +108,14 @@ def _constant(size: int, served) -> int:
 
 @torch.compiler.assume_constant_result
 def _passes(
-    device, dtype, depth: int, chunk: int, width: int, hidden: int, delta: bool, scan_chunks, extend_chunk, State
+    device, dtype, depth: int, chunk: int, width: int, hidden: int, delta, to_start, scan_chunks, extend_chunk, State
 ) -> bool:
     if os.environ.get("TITANS_KERNEL_CHECK") == "0":
         return True
     if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):
         return False
     precision = precision_of(SimpleNamespace(device=device, dtype=dtype))
-    case = Case(device, dtype, precision, Shape(depth, chunk, width, hidden), delta)
+    case = Case(device, dtype, precision, Shape(depth, chunk, width, hidden), delta, to_start)
     if case not in _results:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
@@ -188,6 +193,10 @@ class Data:
         """One [B, H, in, out] for each layer."""
         return tuple(self.place(self.normal(*layer) * scale / layer[0] ** 0.5) for layer in self.layers)
 
+    def start(self) -> tuple[Tensor, ...] | None:
+        """Where forgetting leads; of a size that keeps every token away from the cap."""
+        return self.matrices(0.65) if self.case.to_start else None
+
     def rows(self, *numbers: int) -> Tensor:
         return torch.tensor(numbers, device=self.case.device)  # [B]
 
@@ -200,15 +209,18 @@ def _compute(form: Form, data: Data) -> dict[str, Tensor]:
 def _scan(form: Form, data: Data) -> dict[str, Tensor]:
     """Outputs and end state of N chunks, of which the second row has one fewer, and the gradients of all inputs."""
     weights, momentum, tokens = data.matrices(1.0), data.matrices(0.1), data.tokens(N, data.case.shape.chunk)
-    chunks, inputs = data.rows(N, N - 1), [x.requires_grad_() for x in (*weights, *momentum, *tokens)]
-    y, weights, momentum = form.scan_chunks(weights, momentum, *tokens, chunks, **FIELDS, delta=data.case.delta)
+    start, chunks = data.start(), data.rows(N, N - 1)
+    inputs = [x.requires_grad_() for x in (*weights, *momentum, *tokens, *(start or ()))]
+    rule = dict(**FIELDS, delta=data.case.delta, start=start)
+    y, weights, momentum = form.scan_chunks(weights, momentum, *tokens, chunks, **rule)
     absent = torch.arange(N, device=chunks.device) >= chunks[:, None]
     outputs = [y.masked_fill(absent[:, None, :, None, None], 0.0), *weights, *momentum]
     upstream = [data.place(data.normal(*x.shape[2:]), data.case.dtype).to(x.dtype) for x in outputs]
     gradients = torch.autograd.grad(outputs, inputs, upstream)
     layers = range(1, len(weights) + 1)
     state = [f"{name} {layer}" for name in ("weights", "momentum") for layer in layers]
-    names = ["outputs", *state, *(f"gradient of {name}" for name in (*state, "q", "k", "v", "theta", "eta", "alpha"))]
+    leaves = (*state, "q", "k", "v", "theta", "eta", "alpha", *(f"start {layer}" for layer in layers if start))
+    names = ["outputs", *state, *(f"gradient of {name}" for name in leaves)]
     return {name: x.detach() for name, x in zip(names, (*outputs, *gradients), strict=True)}
 
 
@@ -223,6 +235,7 @@ def _decode(form: Form, data: Data) -> dict[str, Tensor]:
         errors=tuple(data.place(normalize(data.normal(C, high), dim=-1)) for _, high in data.layers),
         gates=tuple(data.gates(C)),
         length=data.rows(C - 1, C // 2),
+        start=data.start(),
     )
     tokens, found = data.tokens(2), {}
     for step, counts in enumerate((data.rows(1, 1), data.rows(1, 0))):

@@ -4,7 +4,7 @@ Each kernel is compiled for NVIDIA sm_80, sm_90 and sm_100 and AMD gfx942. The w
 a summary into kernels/README.md. Needs triton and no GPU; TRITON_INTERPRET must not be set. A row of the list names the
 sources of its kernel, so only what changed since is compiled again. The list may be interrupted: what is done is kept.
 
-    python scripts/bench/kernel_resources.py                     # what is missing; all of it: two hours of two cores
+    python scripts/bench/kernel_resources.py                     # what is missing; all of it: hours of two cores
     python scripts/bench/kernel_resources.py --defaults --check  # the presets' memory: compile, compare with the list
 """
 
@@ -71,20 +71,21 @@ class Resources:
 
 def kernels() -> dict:
     """Every kernel by its name."""
-    from titans_kernels import backward, decode, delta, forward
+    from titans_kernels import backward, decode, delta, forward, start
 
-    modules = (forward, backward, delta, decode)
+    modules = (forward, backward, delta, start, decode)
     return {name: value for module in modules for name, value in vars(module).items() if name.endswith("_kernel")}
 
 
 def used_by(shape, precision: str) -> list[tuple[str, dict]]:
     """The kernels that a memory of this shape launches, with their constants beyond the shape."""
     states = "linear_states_kernel" if shape.on_chip(precision) else "states_kernel"
-    names = ("coefficients_kernel", states, "delta_states_kernel")
-    found = [(name, dict(KEEP=keep)) for name in names for keep in (False, True)]
+    names, both = ("coefficients_kernel", states, "delta_states_kernel"), (False, True)
+    found = [(name, dict(KEEP=keep)) for name in names for keep in both]
     others = ("outputs", "read_backward", "write_backward", "delta_write_backward", "gates_backward")
     found += [(f"{name}_kernel", {}) for name in others]
-    return found + [("token_kernel", dict(DELTA=delta)) for delta in (False, True)]
+    found += [(name, dict(DELTA=delta)) for name in ("start_backward_kernel", "token_kernel") for delta in both]
+    return [(name, dict(**more, TO_START=to_start)) for name, more in found for to_start in both]
 
 
 def variants(shapes, targets) -> list[Variant]:
@@ -160,7 +161,7 @@ def code_of(source: str) -> str:
 def functions() -> dict[str, str]:
     """The code of every function of the kernels, by its name."""
     found = {}
-    for name in ("tiles", "forward", "backward", "delta", "decode"):
+    for name in ("tiles", "forward", "backward", "delta", "start", "decode"):
         source = (PACKAGE / f"{name}.py").read_text()
         for node in ast.parse(source).body:
             if isinstance(node, ast.FunctionDef):

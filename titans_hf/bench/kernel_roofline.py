@@ -43,8 +43,14 @@ class Work:
         self.macs += 2 * C * wide * high
         self.cached += C * high + C * wide * math.ceil(high / block)
 
+    def weight_gradient(self, wide: int, high: int, C: int, block: int) -> None:
+        """A product `x^T d`, tile by tile."""
+        self.macs += C * wide * high
+        self.cached += C * high * math.ceil(wide / block) + C * wide * math.ceil(high / block)
 
-def forward_work(shape: Shape) -> list[Work]:
+
+def forward_work(shape: Shape, to_start: bool) -> list[Work]:
+    """Where forgetting leads `to_start`, that is read once for all chunks of a row: from the caches."""
     C, D, F = shape.chunk, shape.width, shape.hidden
     state = 4 * D * F  # weights and momentum of both layers
     entry = Work("q, k, v made contiguous", False, memory=6 * C * D)
@@ -55,29 +61,32 @@ def forward_work(shape: Shape) -> list[Work]:
         states.product(C, columns, inner, block)
     for wide, high in ((F, D), (D, F)):
         states.update(wide, high, C, block)
+    states.cached += to_start * state // 2
     outputs = Work("outputs_kernel", False, memory=4 * C * D + C * C + state + 3 * C * F + 4 * C)
     block = shape.constants("outputs_kernel")["BF"]
     programs, Q = C // shape.queries, shape.queries
     for _ in range(programs):
-        for columns, inner in ((C, D), (F, D), (F, D), (C, F), (D, F), (D, F)):
+        own = ((F, D), (D, F)) * to_start
+        for columns, inner in ((C, D), (F, D), (F, D), (C, F), (D, F), (D, F), *own):
             outputs.product(Q, columns, inner, block)
         for columns in (F, D):
             outputs.product(Q, columns, C, block, in_registers=True)
     return [entry, coefficients, states, outputs]
 
 
-def backward_work(shape: Shape) -> list[Work]:
+def backward_work(shape: Shape, to_start: bool) -> list[Work]:
     C, D, F = shape.chunk, shape.width, shape.hidden
     state = 4 * D * F
-    entry, coefficients, states, _ = forward_work(shape)
+    entry, coefficients, states, _ = forward_work(shape, to_start)
     coefficients.memory += C * C  # all rows of the momentum's coefficients
     states = Work(states.kernel, False, states.macs, states.memory + C * F, states.cached)  # all groups at once
     read = Work("read_backward_kernel", False, memory=2 * state + 7 * C * (D + F) + 4 * C * C + 6 * C)
     block = shape.constants("read_backward_kernel")["BF"]
-    for columns, inner in ((C, D), (F, D), (F, D), (F, C), (C, F), (C, D)):
+    for columns, inner in ((C, D), (F, D), (F, D), (F, C), (C, F), (C, D), *(((F, D),) * to_start)):
         read.product(C, columns, inner, block)
     for wide, high in ((D, F), (F, D)):  # each layer's output and input width
-        for columns, inner in ((C, wide), (high, wide), (high, wide), (high, C), (high, C), (wide, C)):
+        own = ((high, wide),) * to_start
+        for columns, inner in ((C, wide), (high, wide), (high, wide), (high, C), (high, C), (wide, C), *own):
             read.product(C, columns, inner, block)
         read.update(wide, high, C, block)
     write = Work("write_backward_kernel", True, memory=2 * state + 6 * C * (D + F) + 10 * C, cached=2 * state)
@@ -88,27 +97,41 @@ def backward_work(shape: Shape) -> list[Work]:
     for columns, inner in ((D, F), (F, D), (D, F)):
         write.product(C, columns, inner, block)
     for wide, high, products in ((D, F, 2), (F, D, 1)):
-        write.macs += products * C * wide * high
-        write.cached += products * (C * high * math.ceil(wide / block) + C * wide * math.ceil(high / block))
+        for _ in range(products):
+            write.weight_gradient(wide, high, C, block)
     gates = Work("gates_backward_kernel", False, 2 * C * C, 3 * C * C + 12 * C)
-    return [entry, coefficients, states, read, write, gates]
+    start = [start_work(shape, [(D, F), (F, D)])] if to_start else []
+    return [entry, coefficients, states, read, write, *start, gates]
 
 
-def delta_states_work(shape: Shape) -> Work:
+def start_work(shape: Shape, factors: list[tuple[int, int]]) -> Work:
+    """The start's gradient: products `x^T d` of these widths, and the gradient of the weights after the chunk."""
     C, D, F = shape.chunk, shape.width, shape.hidden
-    plain = next(work for work in forward_work(shape) if work.kernel == "states_kernel")
+    start = Work("start_backward_kernel", False, memory=4 * D * F + C, cached=2 * D * F)
+    block = shape.constants(start.kernel)["BF"]
+    for wide, high in factors:
+        start.memory += C * (wide + high)
+        start.weight_gradient(wide, high, C, block)
+    return start
+
+
+def delta_states_work(shape: Shape, to_start: bool) -> Work:
+    C, D, F = shape.chunk, shape.width, shape.hidden
+    plain = next(work for work in forward_work(shape, to_start) if work.kernel == "states_kernel")
     states = Work("delta_states_kernel", True, memory=plain.memory + 3 * C * C, cached=2 * 4 * D * F)
     block = shape.constants(states.kernel)["BF"]
-    for columns, inner in ((F, D), (C, F), (D, F), (D, F), (C, D), (F, D), (F, D), (F, C)):
+    own = ((D, F), (F, D)) * to_start
+    for columns, inner in ((F, D), (C, F), (D, F), (D, F), (C, D), (F, D), (F, D), (F, C), *own):
         states.product(C, columns, inner, block)
     for wide, high in ((F, D), (D, F)):
         states.update(wide, high, C, block)
+    states.cached += to_start * 2 * D * F
     return in_turn(states, C, D)
 
 
-def delta_write_backward_work(shape: Shape) -> Work:
+def delta_write_backward_work(shape: Shape, to_start: bool) -> Work:
     C, D, F = shape.chunk, shape.width, shape.hidden
-    plain = next(work for work in backward_work(shape) if work.kernel == "write_backward_kernel")
+    plain = next(work for work in backward_work(shape, to_start) if work.kernel == "write_backward_kernel")
     write = Work("delta_write_backward_kernel", True, memory=plain.memory + 7 * C * C + 2 * C * D, cached=2 * 4 * D * F)
     block = shape.constants(write.kernel)["BF"]
     for wide, high in ((F, D), (D, F)):
@@ -116,11 +139,12 @@ def delta_write_backward_work(shape: Shape) -> Work:
             write.product(C, columns, inner, block)
     hidden_errors = ((C, F), (C, D), (D, F), (D, F), (D, C), (D, C))
     answers = ((C, D), (F, D), (F, D), (F, C), (F, C), (F, C), (D, F))
-    for columns, inner in hidden_errors + answers:
+    own = ((D, F), (F, D)) * to_start
+    for columns, inner in hidden_errors + answers + own:
         write.product(C, columns, inner, block)
     for wide, high, products in ((D, F, 1), (F, D, 4)):
-        write.macs += products * C * wide * high
-        write.cached += products * (C * high * math.ceil(wide / block) + C * wide * math.ceil(high / block))
+        for _ in range(products):
+            write.weight_gradient(wide, high, C, block)
     return in_turn(write, C, D)
 
 
@@ -131,11 +155,10 @@ def in_turn(work: Work, C: int, D: int) -> Work:
     return work
 
 
-def by_delta(works: list[Work], other: Work) -> list[Work]:
-    """The kernels of a pass, one of them replaced by the one that errors in turn need."""
-    backward = any(work.kernel == "write_backward_kernel" for work in works)
-    replaced = "write_backward_kernel" if backward else "states_kernel"
-    return [other if work.kernel == replaced else work for work in works]
+def by_delta(works: list[Work], *others: Work) -> list[Work]:
+    """The kernels of a pass, some of them replaced by those that errors in turn need."""
+    replaced = {work.kernel.removeprefix("delta_"): work for work in others}
+    return [replaced.get(work.kernel, work) for work in works]
 
 
 def seconds(work: Work, gpu: GPU, rows: int, chunks: int, rate: float) -> tuple[float, str]:
@@ -186,23 +209,26 @@ def section() -> str:
     shape = Shape(2, config.memory_chunk_size, config.head_dim, config.head_dim * config.memory_expansion)
     C, D, F = shape.chunk, shape.width, shape.hidden
     heads, chunks, state = config.memory_num_heads, TOKENS // C, 4 * D * F * FLOAT
-    forward, backward = forward_work(shape), backward_work(shape)
-    states, write = delta_states_work(shape), delta_write_backward_work(shape)
+    to_start = config.memory_forget_to == "start"
+    forward, backward = forward_work(shape, to_start), backward_work(shape, to_start)
+    states, write = delta_states_work(shape, to_start), delta_write_backward_work(shape, to_start)
     states_again = Work(states.kernel, False, states.macs, states.memory + C * F, states.cached)
-    delta_forward = by_delta(forward, states)
-    delta_backward = [states_again if x.kernel == "states_kernel" else x for x in by_delta(backward, write)]
+    start = [start_work(shape, [(D, F), (F, D), (F, D), (F, D)])] * to_start
+    delta_forward, delta_backward = by_delta(forward, states), by_delta(backward, states_again, write, *start)
     passes = {"forward": forward, "forward, by delta": delta_forward}
     passes |= {"backward": backward, "backward, by delta": delta_backward}
     moved = sum(work.memory for work in forward) * FLOAT / C
     token_scan, materialised = 2 * state, 6 * (state // 2)
     factors = C * (2 * D + 2 * F + 3) * FLOAT
-    step = 2 * (state + factors)
+    own = to_start * state // 2
+    step = 2 * (state + factors) + own
     block = shape.constants("states_kernel")["BF"]
     tiles = FLOAT * (2 * C * block + block * block)
     on_a100, on_h100 = (step * heads / gpu.bandwidth * 1e6 for gpu in (A100, H100))
     return f"""
 Written by `python scripts/bench/kernel_roofline.py`: computed from the kernels' constants; nothing was timed.
-`{PRESET}` has {heads} heads of width {D}, a hidden width of {F} and chunks of {C}. Per token and head, forward:
+`{PRESET}` has {heads} heads of width {D}, a hidden width of {F}, chunks of {C}, and a memory that forgets towards its
+start. Per token and head, forward:
 
 {kernel_table(forward, C)}
 
@@ -210,9 +236,9 @@ and backward:
 
 {kernel_table(backward, C)}
 
-By delta two kernels differ, one in each pass:
+By delta these differ:
 
-{kernel_table([states, write], C)}
+{kernel_table([states, write, *start], C)}
 
 "Memory" counts every tensor once for each kernel that uses it; "L2" counts the repeated reads of the products' tiles.
 
@@ -238,9 +264,10 @@ The same forward computed in other ways, in bytes of memory traffic per token an
 For the backward the forward saves {state // (GROUP * C):,} bytes of checkpoints per token and head (one state in
 {GROUP} chunks; all of them would take {state // C:,}). The backward recomputes the others in pieces of {PIECE} chunks.
 
-A decoding step reads the state ({state:,} bytes per head) and the open chunk's factors ({factors:,}), and writes both:
-{step:,} bytes, which for {heads} heads take {on_a100:.1f} us on an A100 and {on_h100:.1f} us on an H100. Updating
-in place would halve that; new tensors keep the old state valid and need no synchronisation with the host.
+A decoding step reads the state ({state:,} bytes per head) and the open chunk's factors ({factors:,}), and writes both.
+It reads the start, too ({own:,}). Together {step:,} bytes, which for {heads} heads take {on_a100:.1f} us on an A100 and
+{on_h100:.1f} us on an H100. Updating in place would save the writes; new tensors keep the old state valid and need no
+synchronisation with the host.
 """
 
 

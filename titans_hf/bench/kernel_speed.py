@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from ..configuration_titans import MEMORY_FORGET_TO
 from ..memory_ops import MemoryState, neural_memory
 from ..memory_rule import RULES
 from ..records.files import plots, write_csv, write_record
@@ -38,6 +39,7 @@ class Sizes:
     depth: int
     chunk: int
     write: str = "chunk"  # the rule, as in `memory_write`
+    forget_to: str = "start"  # as in `memory_forget_to`
 
     def inputs(self, tokens: int, device: str):
         """Leaves that require gradients: tokens and gates, start weights."""
@@ -51,10 +53,16 @@ class Sizes:
         weights = [normal(self.batch, self.heads, *layer) / layer[0] ** 0.5 for layer in layers]
         return [x.requires_grad_() for x in (q, k, v, theta, eta, alpha, *weights)]
 
+    def state(self, weights) -> MemoryState:
+        """The memory before the first token."""
+        weights = tuple(weights)
+        momentum = tuple(torch.zeros_like(W) for W in weights)
+        return MemoryState(weights, momentum, start=weights if self.forget_to == "start" else None)
+
 
 def ours(sizes: Sizes, backend: str) -> Callable:
     def read(q, k, v, theta, eta, alpha, *weights):
-        state = MemoryState(weights, tuple(torch.zeros_like(W) for W in weights))
+        state = sizes.state(weights)
         rule = RULES[sizes.write](10.0)
         y, _ = neural_memory(q, k, v, theta, eta, alpha, state, chunk_size=sizes.chunk, rule=rule, backend=backend)
         return y
@@ -115,7 +123,7 @@ def ragged_disagreement(sizes: Sizes, device: str) -> float:
     lengths = torch.tensor([5 * sizes.chunk - 3, *[2 * sizes.chunk] * (sizes.batch - 1)], device=device)
     mask = torch.arange(5 * sizes.chunk, device=device) < lengths[:, None]
     for backend in ("triton", "torch"):
-        state = MemoryState(tuple(inputs[6:]), tuple(torch.zeros_like(W) for W in inputs[6:]))
+        state = sizes.state(inputs[6:])
         rule = RULES[sizes.write](1.0)
         y, after = neural_memory(*inputs[:6], state, chunk_size=sizes.chunk, rule=rule, mask=mask, backend=backend)
         outputs = [y, *after.current()[0], *after.current()[1]]
@@ -129,7 +137,7 @@ def decoding_disagreement(sizes: Sizes, device: str) -> float:
     inputs, found = sizes.inputs(sizes.chunk + 5, device), []
     tokens, weights = inputs[:6], inputs[6:]
     for backend in ("triton", "torch"):
-        state, outputs = MemoryState(tuple(weights), tuple(torch.zeros_like(W) for W in weights)), []
+        state, outputs = sizes.state(weights), []
         for t in range(sizes.chunk + 5):
             y, state = neural_memory(
                 *(x[:, t : t + 1] for x in tokens),
@@ -144,13 +152,16 @@ def decoding_disagreement(sizes: Sizes, device: str) -> float:
 
 
 def verify(sizes: Sizes, device: str, tolerance: float) -> None:
-    """Every kernel against the torch form, for both depths and rules, several times: a race does not show each time."""
-    for depth, write in tqdm([*product((1, 2), RULES)], desc="comparing"):
+    """Every kernel against the torch form, for both depths and rules and wherever forgetting leads.
+
+    On a GPU several times: a race does not show each time.
+    """
+    for depth, write, forget_to in tqdm([*product((1, 2), RULES, MEMORY_FORGET_TO)], desc="comparing"):
         for repeat in range(3 if device == "cuda" else 1):
             for check in (ragged_disagreement, decoding_disagreement):
-                off = check(replace(sizes, depth=depth, write=write), device)
+                off = check(replace(sizes, depth=depth, write=write, forget_to=forget_to), device)
                 if not off <= tolerance:
-                    what = f"{check.__name__.split('_')[0]}, depth {depth}, by {write}, run {repeat}"
+                    what = f"{check.__name__.split('_')[0]}, depth {depth}, by {write}, to {forget_to}, run {repeat}"
                     sys.exit(
                         f"triton and torch disagree by {off:.1e} ({what}; allowed {tolerance:.0e}): nothing is timed"
                     )
@@ -229,15 +240,16 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--write", default="chunk", choices=RULES, help="the rule, as in memory_write")
+    parser.add_argument("--forget-to", default="start", choices=MEMORY_FORGET_TO, help="as in memory_forget_to")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--precision", default="high", choices=TOLERANCE, help="torch.set_float32_matmul_precision")
     parser.add_argument("--record", type=Path, default=Path("runs/bench_kernels"))
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision(arguments.precision)
-    names = ("batch", "heads", "width", "expansion", "depth", "chunk", "write")
+    names = ("batch", "heads", "width", "expansion", "depth", "chunk", "write", "forget_to")
     sizes, lengths = Sizes(**{name: getattr(arguments, name) for name in names}), arguments.tokens
     if arguments.device == "cpu":  # the interpreter is a thousand times slower: the script runs, its times mean nothing
-        sizes, lengths, arguments.repeats = Sizes(1, 2, 16, sizes.expansion, sizes.depth, 16, sizes.write), [24, 48], 1
+        sizes, lengths, arguments.repeats = replace(sizes, batch=1, heads=2, width=16, chunk=16), [24, 48], 1
     tolerance = TOLERANCE[arguments.precision]
     rows = measure(sizes, lengths or [1024, 4096, 16384], arguments.repeats, arguments.device, tolerance)
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU, Triton interpreted"

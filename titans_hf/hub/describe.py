@@ -113,8 +113,6 @@ def _chosen(config: "TitansConfig", layer: "TitansCacheLayer", device: "torch.de
         return (TORCH if asked == "torch" else "token loop"), f"memory_implementation={asked!r}"
     if asked == "auto" and device.type != "cuda":
         return TORCH, "no CUDA device"
-    if layer.carry.memory.start is not None:
-        return TORCH, "the kernels forget towards zero, and memory_forget_to='start'"
     try:
         from titans_kernels import refusal
     except ImportError as error:
