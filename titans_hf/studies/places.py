@@ -21,6 +21,6 @@ def places(tokens: int) -> list[tuple[int, int]]:
 @torch.no_grad()
 def token_losses(model: PreTrainedModel, ids: Tensor, piece: int = 4096, **options) -> Tensor:
     """Nats of every token of one text [T] but the first, [T - 1]; the logits are made piece by piece."""
-    hidden = model.base_model(ids[None], use_cache=False, **options).last_hidden_state[0, :-1]
+    hidden = model.base_model(ids[None], **{"use_cache": False, **options}).last_hidden_state[0, :-1]
     logits = (model.lm_head(part).float() for part in hidden.split(piece))
     return torch.cat([F.cross_entropy(x, y, reduction="none") for x, y in zip(logits, ids[1:].split(piece))])

@@ -1,4 +1,4 @@
-"""Pre-train a Titans model by a recipe, on transformers' Trainer.
+"""Pre-train a Titans model by a recipe, on transformers' Trainer; or teach a graft what its source knows.
 
     python scripts/train/pretrain.py scripts/recipes/debug-cpu.yaml
     python scripts/train/pretrain.py scripts/recipes/paper-15b.yaml --preset titans-mag-170m --dry-run
@@ -17,6 +17,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 
@@ -28,6 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..records.files import write_record
 from ..snapshots import whole_file
+from .distil import DistilTrainer, first_place, load_student, load_teacher, merge_lora, overflowed
 from .outputs import StopOnSignal, check_trackers, draw_losses, whole_folder
 from .plan import Plan, make_plan
 from .recipe import Recipe, first_difference, load_recipe
@@ -165,11 +167,18 @@ def build_trainer(
     tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     documents = split_dataset_by_node(open_documents(data), run.rank, run.plan.batch.processes)
     set_seed(recipe.seed)
-    if run.is_trained:
+    kind = StreamTrainer
+    if recipe.distil is not None:
+        kind = partial(DistilTrainer, teacher=load_teacher(recipe), section=recipe.distil)
+        model = load_student(recipe, run.checkpoint if run.is_trained else None)
+        evaluation = overflowed(evaluation, first_place(recipe.distil, model.config))
+    elif run.is_trained:
         model = AutoModelForCausalLM.from_pretrained(run.checkpoint, dtype=torch.float32)
+    elif recipe.model.checkpoint is not None:
+        model = AutoModelForCausalLM.from_pretrained(recipe.model.checkpoint, dtype=torch.float32)
     else:
         model = AutoModelForCausalLM.from_config(recipe.configuration(**tokens), dtype=torch.float32)
-    return StreamTrainer(
+    return kind(
         model,
         arguments,
         train_dataset=TokenStream(documents, tokenizer, data, recipe.held_out.one_in, run.place),
@@ -224,6 +233,8 @@ def finish(run: Run, trainer: StreamTrainer) -> None:
     found = [e for e in trainer.state.log_history if "eval_perplexity" in e and e["step"] == trainer.state.global_step]
     metrics = found[-1] if found else trainer.evaluate()
     trainer.model.config.use_cache = True  # Trainer has switched it off
+    if run.recipe.distil is not None and run.recipe.distil.lora_rank:
+        merge_lora(trainer.model)
     with whole_folder(run.out / "model", run.is_main) as folder:
         trainer.save_model(str(folder))
         if run.is_main:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import Field
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from .. import TitansConfig
 from ..records.schema import ClosedSchema, no_such_field, validate
@@ -27,12 +27,14 @@ Number = Annotated[float, Field(strict=False)]  # YAML reads 4e-4 as text
 class ModelSection(ClosedSchema):
     """`config` are fields of the family's configuration that differ from its defaults, or from those of a `preset`.
 
-    The families are "titans", with names for `TitansConfig.preset`, and "llama", a baseline without presets.
+    The families are "titans", with names for `TitansConfig.preset`, and "llama", a baseline without presets. A
+    `checkpoint` is a folder of a Titans model to go on from, in place of all of this.
     """
 
     family: Literal["titans", "llama"] = "titans"
     preset: str | None = None
     config: dict[str, Any] = {}
+    checkpoint: str | None = None
 
 
 class NewTokenizer(ClosedSchema):
@@ -100,6 +102,22 @@ class TrainingSection(ClosedSchema):
     report_to: list[Tracker] = []
 
 
+class DistilSection(ClosedSchema):
+    """How a graft (`titans graft`, given as `model.checkpoint`) learns from the model that it was grafted from.
+
+    Args:
+        teacher: folder of that model, which reads all of a row with full attention.
+        start: the first place of a row whose prediction counts; by default the student's window.
+        hidden: weight of the distance between last hidden states, beside the divergence of predictions.
+        lora_rank: of LoRA on attention's projections; 0 trains the memories alone.
+    """
+
+    teacher: str
+    start: Annotated[int, Field(ge=0)] | None = None
+    hidden: Annotated[Number, Field(ge=0)] = 0.0
+    lora_rank: Annotated[int, Field(ge=0)] = 0
+
+
 class HardwareSection(ClosedSchema):
     """What the plan assumes. A run counts its processes itself."""
 
@@ -117,9 +135,12 @@ class Recipe(ClosedSchema):
     held_out: HeldOutSection = HeldOutSection()
     training: TrainingSection = TrainingSection()
     hardware: HardwareSection = HardwareSection()
+    distil: DistilSection | None = None
 
     def configuration(self, **special_tokens) -> PreTrainedConfig:
         """The configuration of the model."""
+        if self.model.checkpoint is not None:
+            return _saved_configuration(self.model.checkpoint)
         fields, kind = {**self.model.config, **special_tokens}, FAMILIES[self.model.family]
         return kind.preset(self.model.preset, **fields) if self.model.preset else kind(**fields)
 
@@ -129,6 +150,8 @@ class Recipe(ClosedSchema):
     def check(self) -> None:
         """Raise a `ValueError` where fields do not fit together; it names the first, and the fix."""
         kind = FAMILIES[self.model.family]
+        if self.model.checkpoint is not None and (self.model.preset or self.model.config):
+            raise ValueError("`model.checkpoint` has a configuration: leave out `model.preset` and `model.config`")
         if self.model.preset and not hasattr(kind, "preset"):
             raise ValueError(f"`model.preset` must be left out: the family {self.model.family!r} has no presets")
         known = [field.name for field in dataclasses.fields(kind)]
@@ -145,6 +168,32 @@ class Recipe(ClosedSchema):
             )
         if (self.data.path is None) != (self.data.source == "python"):
             raise ValueError("`data.path` must be given, except for `data.source: python`, which has none")
+        if self.distil is not None:
+            self._check_distil()
+
+    def _check_distil(self) -> None:
+        if self.model.checkpoint is None:
+            raise ValueError("`distil` needs `model.checkpoint`, the folder of a graft (titans graft SOURCE --out DIR)")
+        if self.data.reset_at_documents:
+            raise ValueError("`distil` needs `data.reset_at_documents: false`: the teacher reads a row as one text")
+        start, length = self.distil.start, self.data.sequence_length
+        if start is None:
+            start = self.configuration().sliding_window
+        if start >= length:
+            raise ValueError(
+                f"`data.sequence_length` ({length:,}) must be more than {start:,}, the first place whose prediction "
+                "counts (`distil.start`, or the student's window)"
+            )
+
+
+def _saved_configuration(folder: str) -> PreTrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"`model.checkpoint`: cannot load {folder!r}: {str(error).splitlines()[0]}") from error
+    if not isinstance(config, TitansConfig):
+        raise ValueError(f"`model.checkpoint`: {folder} is not a Titans model, but {config.model_type!r}")
+    return config
 
 
 def load_recipe(path: Path, overrides: list[str] = ()) -> Recipe:
