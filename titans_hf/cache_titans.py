@@ -1,7 +1,7 @@
 """The cache of a Titans model: the memory, and the short tails that attention and convolution look back on.
 
-A layer's cache has a constant size, except for the keys and values of a layer with full attention. A forward pass returns a new `LayerCarry` and never changes an earlier one, so that
-autograd can go through a carried cache.
+A layer's cache has a constant size, except for the keys and values of a layer with full attention. A forward pass
+returns a new `LayerCarry` and never changes an earlier one, so that autograd can go through a carried cache.
 
 Axis letters: B batch.
 """
