@@ -562,8 +562,8 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
             )
         if kind == "static" and self.config.full_attention_layers:
             raise ValueError(
-                "`cache_implementation='static'` has a fixed size, and the cache of `full_attention_layers` grows: leave "
-                "it out"
+                "`cache_implementation='static'` has a fixed size, and the cache of `full_attention_layers` grows: "
+                "leave it out"
             )
         given, drafts = model_kwargs.get("past_key_values"), generation_mode == GenerationMode.ASSISTED_GENERATION
         if drafts and isinstance(given, TitansCache) and not given.layers[0].is_croppable:
