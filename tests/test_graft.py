@@ -1,21 +1,39 @@
 """A grafted model is the model it was copied from: up to its window, and beyond it under a window's mask."""
 
+import json
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
-from support import assert_close
+from support import assert_close, chat_tokenizer
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
 )
+from typer.testing import CliRunner
 
 from titans_hf import TitansCache, TitansForCausalLM
-from titans_hf.hub.graft import default_memory_layers, graft_config, graft_model
+from titans_hf.cli.app import app
+from titans_hf.hub.graft import (
+    check_equal,
+    default_memory_layers,
+    graft_config,
+    graft_model,
+    largest_difference,
+    source_windows,
+)
 
 VOCAB, WINDOW, LAYERS = 31, 11, 5
 SIZES = {
@@ -132,6 +150,8 @@ def test_beyond_the_window_a_graft_is_its_source_under_a_mask(name, variant):
     source, ids = source_of(name), ids_of(2, 3 * WINDOW + 4)
     student, expected = graft_of(source, variant), windowed(source, ids)
     with torch.no_grad():
+        if name != "mistral, own window":
+            assert (source(ids).logits - expected).abs().max() > 0.01, "the window must matter"
         assert_same(student(ids, use_cache=False).logits, expected)
         for pieces in ([5, 19, 1, 12], [1] * 37):
             assert_same(read(student, ids, pieces)[0], expected)
@@ -220,3 +240,194 @@ def test_by_default_every_fourth_layer_and_the_last_get_a_memory():
     config = graft_config(source_of("llama").config)
     assert (config.variant, config.memory_layers, config.full_attention_layers) == ("mag", [3, 4], None)
     assert graft_config(source_of("llama").config, memory_layers="all").memory_layers is None
+
+
+# What cannot be grafted
+
+
+REFUSED = {
+    "another family": (lambda: GPT2Config(), {}, "'gpt2'; the families are Llama .*Mistral, Qwen2, Qwen3, SmolLM3"),
+    "dynamic rotation": (lambda: LlamaConfig(**SIZES, **scaled("dynamic")), {}, "of type 'dynamic', whose frequencies"),
+    "mac": (SOURCES["llama"], {"variant": "mac"}, "`variant` must be 'mag' or 'mal', got 'mac'"),
+    "lmm": (SOURCES["llama"], {"variant": "lmm"}, "`variant` must be 'mag' or 'mal', got 'lmm'"),
+    "no such layer": (SOURCES["llama"], {"memory_layers": [7]}, "`memory_layers` must be .* from 0 to 4"),
+    "no such full layer": (SOURCES["llama"], {"full_attention_layers": [7]}, "`full_attention_layers` must be"),
+    "no such word": (SOURCES["llama"], {"memory_layers": "some"}, "`memory_layers` must be layer numbers, got 'some'"),
+    "a wider window": (SOURCES["mistral, own window"], {"window": 12}, "`window` is 12, but the source .* 11 tokens"),
+    "a full layer": (
+        SOURCES["qwen2, own windows"],
+        {"full_attention_layers": [1, 3]},
+        "names layer 3, .* of 13 tokens",
+    ),
+    "no window": (SOURCES["llama"], {"window": 0}, "`sliding_window` must be at least 1"),
+    "memory": (SOURCES["llama"], {"memory_depth": 0}, "`memory_depth` must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_the_same_function_is_refused_with_the_reason(case):
+    config, options, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        graft_config(config(), **options)
+
+
+def test_the_windows_of_a_source_are_those_of_its_masks():
+    assert source_windows(SOURCES["qwen2, own windows"]()) == [None, None, WINDOW + 2, WINDOW + 2, WINDOW + 2]
+    assert source_windows(SOURCES["mistral, own window"]()) == [WINDOW] * LAYERS
+    assert source_windows(Qwen3Config(**SIZES, sliding_window=7)) == [None] * LAYERS, "use_sliding_window is off"
+    smollm = SmolLM3Config(**SIZES, use_sliding_window=True, sliding_window=7, no_rope_layers=[1, 0, 1, 1, 0])
+    assert source_windows(smollm) == [None, 7, None, None, 7]
+
+
+def test_a_copy_that_is_not_the_source_is_noticed():
+    source = source_of("qwen3")
+    student = graft_of(source)
+    assert check_equal(source, student) == largest_difference(source, student) < 1e-5
+    with torch.no_grad():
+        student.model.layers[2].mixer.attention.q_norm.weight.mul_(1.5)
+    with pytest.raises(RuntimeError, match="nothing was written"):
+        check_equal(source, student)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_graft_has_the_dtype_of_its_source_and_a_precise_memory(dtype):
+    source = source_of("llama").to(dtype)
+    student = graft_of(source)
+    assert student.dtype == dtype
+    kept = {x.dtype for name, x in student.named_parameters() if ".memory.start." in name}
+    assert kept == {torch.promote_types(dtype, torch.float32)}
+    assert largest_difference(source, student) < (0.05 if dtype == torch.bfloat16 else 1e-5)
+
+
+# The command
+
+
+def run(*arguments, code: int = 0):
+    done = CliRunner().invoke(app, [str(x) for x in arguments])
+    assert done.exit_code == code, (done.output, done.exception)
+    return done
+
+
+@pytest.fixture(scope="module")
+def chat_source(tmp_path_factory):
+    """A folder as a chat model has it: weights, tokenizer, chat template, generation settings."""
+    folder, tokenizer = tmp_path_factory.mktemp("graft") / "source", chat_tokenizer()
+    torch.manual_seed(3)
+    config = LlamaConfig(**{**SIZES, "vocab_size": len(tokenizer)}, tie_word_embeddings=True)
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        max_new_tokens=9,
+        do_sample=True,
+        temperature=0.7,
+        eos_token_id=[2, 4],
+        pad_token_id=0,
+        cache_implementation="hybrid",
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def grafted(chat_source):
+    out = chat_source.parent / "out"
+    run("graft", chat_source, "--out", out, "--window", 19, "--full-attention-layers", "1", "--memory-heads", 2)
+    return out
+
+
+def test_the_command_writes_an_ordinary_checkpoint(chat_source, grafted):
+    source = AutoModelForCausalLM.from_pretrained(chat_source).eval()
+    student = AutoModelForCausalLM.from_pretrained(grafted).eval()
+    assert isinstance(student, TitansForCausalLM)
+    ids = torch.randint(5, source.config.vocab_size, (2, 19))
+    with torch.no_grad():
+        assert_close(student(ids).logits, source(ids).logits, 1e-5)
+    fields = ("variant", "sliding_window", "full_attention_layers", "memory_layers", "memory_num_heads")
+    assert [getattr(student.config, field) for field in fields] == ["mag", 19, [1], [3, 4], 2]
+    assert student.lm_head.weight is student.model.embed_tokens.weight
+
+
+def test_tokenizer_template_and_generation_settings_come_along(chat_source, grafted):
+    before, after = (AutoTokenizer.from_pretrained(folder) for folder in (chat_source, grafted))
+    messages = [{"role": "user", "content": "Where is it?"}]
+    texts = [tokenizer.apply_chat_template(messages, tokenize=False) for tokenizer in (before, after)]
+    assert texts[0] == texts[1]
+    settings = TitansForCausalLM.from_pretrained(grafted).generation_config
+    assert (settings.temperature, settings.eos_token_id, settings.max_new_tokens) == (0.7, [2, 4], 9)
+    assert settings.cache_implementation is None
+
+
+def test_it_loads_as_remote_code_without_the_package(grafted, tmp_path):
+    code = """
+import sys
+sys.modules["titans_hf"] = None
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+with torch.no_grad():
+    print(model(torch.arange(5, 40)[None]).logits.double().abs().sum().item())
+    print(model.generate(torch.arange(5, 40)[None], max_new_tokens=3, do_sample=False).shape[1])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(grafted)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr
+    total, length = done.stdout.split()
+    with torch.no_grad():
+        logits = TitansForCausalLM.from_pretrained(grafted).eval()(torch.arange(5, 40)[None]).logits
+    assert float(total) == pytest.approx(logits.double().abs().sum().item(), rel=1e-5)
+    assert 35 < int(length) <= 38
+
+
+def test_info_tells_which_layers_differ_and_what_grows(grafted):
+    printed = run("info", grafted).stdout
+    assert re.search(r"memory in +layers 3, 4 of 0 to 4", printed)
+    assert re.search(r"full attention in +layers 1, whose part of the cache grows", printed)
+    assert re.search(r"cache +[\d.,]+ KiB per sequence, memory included, and 144 bytes for every token read", printed)
+    assert json.loads(run("info", grafted, "--json").stdout)["cache_bytes_per_token"] == 144
+
+
+def test_a_graft_remembers_and_answers_on_the_command_line(grafted, tmp_path):
+    (tmp_path / "book.txt").write_text("The cat sat on the mat. " * 30, encoding="utf-8")
+    run("remember", tmp_path / "book.txt", "--model", grafted, "--out", tmp_path / "book.safetensors")
+    run("ask", "--memory", tmp_path / "book.safetensors", "Where?", "--max-new-tokens", 3)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--variant", "mac"], "`variant` must be 'mag' or 'mal'"),
+        (["--memory-layers", "1,x"], "--memory-layers must be layer numbers separated by commas, got '1,x'"),
+        (["--memory-layers", "9"], "`memory_layers` must be"),
+        (["--full-attention-layers", "9"], "`full_attention_layers` must be"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_written(chat_source, tmp_path, arguments, message):
+    done = run("graft", chat_source, "--out", tmp_path / "out", *arguments, code=1)
+    assert message in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_holds_something_is_left_alone(chat_source, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    assert "exists and is not an empty folder" in run("graft", chat_source, "--out", tmp_path, code=1).stderr
+    assert "there is no folder" in run("graft", chat_source, "--out", tmp_path / "a" / "b", code=1).stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_another_family_on_the_command_line_is_refused(tmp_path):
+    GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11).save_pretrained(tmp_path / "source")
+    done = run("graft", tmp_path / "source", "--out", tmp_path / "out", code=1)
+    assert "cannot graft a model of type 'gpt2'; the families are Llama" in done.stderr
+
+
+def test_a_source_without_a_tokenizer_gives_a_graft_without_one(tmp_path):
+    source_of("qwen2").save_pretrained(tmp_path / "source")
+    done = run("graft", tmp_path / "source", "--out", tmp_path / "out", "--variant", "mal", "--memory-layers", "all")
+    assert "has no tokenizer that can be loaded" in done.stderr
+    assert not list((tmp_path / "out").glob("tokenizer*"))
+    assert not list(tmp_path.glob("*.part"))

@@ -252,11 +252,16 @@ def load_source(name: str, gguf_file: str | None = None, dtype: str = "auto") ->
     """The model and its tokenizer."""
     options = {"trust_remote_code": False, **_gguf(gguf_file)}
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+    return Source(model.eval(), load_tokenizer(name, options))
+
+
+def load_tokenizer(name: str, options: dict) -> PreTrainedTokenizerBase | None:
+    """The source's tokenizer; None without one, and for the empty one that transformers may make up then."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError):
-        tokenizer = None
-    return Source(model.eval(), tokenizer)
+        return None
+    return tokenizer if len(tokenizer) > len(tokenizer.get_added_vocab()) else None
 
 
 def _gguf(file: str | None) -> dict[str, str]:
