@@ -270,6 +270,20 @@ def test_layer_numbers_that_cannot_be_are_refused_by_name(field, layers):
         tiny_config("mag", **{field: layers})
 
 
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_full_attention_has_no_rotation_that_is_scaled_for_a_window(rope_type):
+    scaled = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ValueError, match=f"`full_attention_layers` cannot have rotary positions of type '{rope_type}'"):
+        tiny_config("mag", full_attention_layers=[0], rope_parameters=scaled)
+
+
+def test_a_preset_takes_layer_lists():
+    config = TitansConfig.preset("titans-mag-170m", memory_layers=[3, 11], full_attention_layers=[0])
+    facts, all_layers = describe(config, torch.float32), describe(TitansConfig.preset("titans-mag-170m"), torch.float32)
+    assert facts["memory_state_bytes"]["all"] * 6 == all_layers["memory_state_bytes"]["all"]
+    assert facts["parameters"]["all"] < all_layers["parameters"]["all"]
+
+
 @pytest.mark.parametrize("variant", ["mac", "lmm"])
 def test_layers_differ_in_mag_and_mal_only(variant):
     with pytest.raises(ValueError, match="`memory_layers` is for mag and mal, and `variant` is"):

@@ -292,6 +292,12 @@ class TitansConfig(PreTrainedConfig):
                 raise ValueError(f"`{field}` is for mag and mal, and `variant` is {self.variant!r}: leave it out")
             if layers != sorted(set(layers)) or not all(0 <= layer <= last for layer in layers):
                 raise ValueError(f"`{field}` must be rising layer numbers from 0 to {last}, each once; got {layers}")
+        rope = self.rope_parameters.get("rope_type", "default")
+        if self.full_attention_layers and rope in ("dynamic", "longrope"):
+            raise ValueError(
+                f"`full_attention_layers` cannot have rotary positions of type {rope!r}, which are scaled for the "
+                "window: leave them out, or choose another `rope_type`"
+            )
 
     def _check_ranges(self) -> None:
         if self.memory_max_surprise is not None and not self.memory_max_surprise > 0:

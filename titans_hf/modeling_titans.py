@@ -271,7 +271,8 @@ class TitansModel(TitansPreTrainedModel):
             memory_read_only: answer from the memory without writing into it. Attention and convolutions still move on.
             output_attentions: with `attn_implementation="eager"`, return maps [B, H, T, columns]. The columns are
                 [persistent | past tokens in the window | T] in mag and mal, and [persistent | retrieved | segment], the
-                latter two by slot in the token's own segment, in mac, where no gradient reaches them. lmm has none.
+                latter two by slot in the token's own segment, in mac, where no gradient reaches them. lmm has none. In
+                a layer with full attention the window is all that was read.
         """
         self._check_attention()
         given = self._check_input(input_ids, inputs_embeds)
