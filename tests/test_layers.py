@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import TOLERANCE, VOCAB, assert_close, random_ids, tiny_config, tiny_model
+from support import TOLERANCE, VOCAB, assert_close, random_ids, take_flash_attention, tiny_config, tiny_model
 from transformers import DynamicCache, StaticCache
 
 from titans_hf import TitansCache, TitansConfig, TitansForCausalLM
@@ -203,6 +203,37 @@ def test_attention_implementations_agree(variant, implementation):
     model.set_attn_implementation(implementation)
     found = read_whole(model.float() if implementation == "flex_attention" else model, ids)
     assert_close(found.double(), expected, 1e-5 if implementation == "flex_attention" else EXACT)
+
+
+@both
+def test_flash_attention_agrees(variant, monkeypatch):
+    model, ids = model_of(variant, "as in a graft"), random_ids(2, 16)
+    expected = read_whole(model, ids)
+    take_flash_attention(model, monkeypatch)
+    cache = TitansCache(model.config)
+    found = [read(model, cache, part) for part in ids.split([3, 9, 4], dim=1)]
+    assert_close(torch.cat(found, dim=1), expected, EXACT)
+
+
+@both
+def test_full_attention_takes_long_inputs_piece_by_piece(variant, monkeypatch):
+    """The same as at once, with a past, padding and persistent tokens."""
+    model, ids, mask = model_of(variant, "all kinds"), random_ids(2, 41), torch.ones(2, 41, dtype=torch.long)
+    mask[0, :5], mask[1, 30:33] = 0, 0
+    found = []
+    for size in (1024, 4):
+        monkeypatch.setattr("titans_hf.attention_titans.PIECE", size)
+        cache = TitansCache(model.config)
+        parts = [read(model, cache, ids[:, a:b], mask=mask[:, :b]) for a, b in ((0, 18), (18, 41))]
+        found.append(torch.cat(parts, dim=1))
+    assert_close(found[1], found[0], EXACT)
+
+
+@both
+def test_generating_with_a_static_cache_is_generating_without(variant):
+    model, ids = model_of(variant, "memory in the last"), random_ids(2, 9)
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(ids, cache_implementation="static", **settings), model.generate(ids, **settings))
 
 
 @mixed

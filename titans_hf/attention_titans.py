@@ -20,6 +20,8 @@ from .memory_layer import TitansRMSNorm
 from .rows import PackedRows, on_host
 from .tails import GrowingTail, Tail
 
+PIECE = 1024  # queries that full attention takes at a time
+
 
 @dataclass
 class Rows:
@@ -293,6 +295,8 @@ class SlidingAttention(TitansAttention):
             out, weights = self._flash(q, k, v, past, rows, rotary)
         elif not output_attentions and takes("query", x.shape[1]):
             out, weights = self._one_token(q, k, v, prefix, past, rows, rotary)
+        elif not output_attentions and self.window is None and x.shape[1] > PIECE:
+            out, weights = self._pieces(q, k, v, prefix, past, rows, rotary)
         elif output_attentions or self.window is None or x.shape[1] <= self.window:
             shown = {"packed": rows.packed} if output_attentions and rows.packed is not None else {}
             out, weights = self._dense(q, k, v, prefix, past, rows, rotary, **shown)
@@ -354,6 +358,19 @@ class SlidingAttention(TitansAttention):
         q, k, v = self._lay_out(q.flatten(0, 1), k, v, (turn[0][2 * size :], turn[1][2 * size :]), turn, prefix)
         out, weights = self.attend(q, k, v, self._see_prefix(mask, prefix))
         return out.unflatten(0, (B, blocks)).flatten(1, 2)[:, :T], weights
+
+    def _pieces(self, q, k, v, prefix, past, rows, rotary):
+        """Full attention, some queries at a time: a mask of all pairs would grow with the square of the text."""
+        outputs, positions = [], torch.arange(k.shape[1], device=q.device)
+        turn = self._turns("dense", positions, q, rows, rotary)
+        for start in range(0, q.shape[1], PIECE):
+            end = min(start + PIECE, q.shape[1])
+            queries, keys = slice(past + start, past + end), slice(past + end)
+            mask = self._window_mask(positions[queries], positions[keys], past, rows)
+            turns = ([x[part] for x in turn] for part in (queries, keys))
+            laid_out = self._lay_out(q[:, start:end], k[:, keys], v[:, keys], *turns, prefix)
+            outputs.append(self.attend(*laid_out, self._see_prefix(mask, prefix))[0])
+        return torch.cat(outputs, dim=1), None
 
     def _flash(self, q, k, v, past, rows, rotary):
         """Flash attention's own sliding window; its padding mask hides the slots that a row has not filled yet."""
