@@ -7,6 +7,7 @@ from transformers import DynamicCache, StaticCache
 
 from titans_hf import TitansCache, TitansConfig, TitansForCausalLM
 from titans_hf.cache_titans import REWIND
+from titans_hf.evals.model import put_back
 from titans_hf.hub.describe import describe, only_layers
 
 EXACT = TOLERANCE[torch.float64]
@@ -69,11 +70,11 @@ def test_a_later_token_changes_nothing_before_it(variant, kinds):
 @mixed
 @both
 def test_padding_in_any_place_is_as_if_it_were_not_there(variant, kinds):
-    """Three calls; the rows have different numbers of tokens in each, and one row has none in the second."""
+    """Three calls with different numbers of tokens in each row: one has none in the first, one none in the second."""
     model, cache = model_of(variant, kinds), None
     g = torch.Generator().manual_seed(0)
     mask = (torch.rand(3, 27, generator=g) < torch.tensor([[0.9], [0.5], [0.3]])).long()
-    mask[2, 9:20], mask[:, 0] = 0, torch.tensor([1, 0, 1])
+    mask[2, 9:20], mask[1, :9], mask[:, 0] = 0, 0, torch.tensor([1, 0, 1])
     ids, cache = random_ids(3, 27), TitansCache(model.config)
     found = [read(model, cache, ids[:, a:b], mask=mask[:, :b]) for a, b in ((0, 9), (9, 20), (20, 27))]
     for row, logits in enumerate(torch.cat(found, dim=1)):
@@ -180,6 +181,7 @@ def test_greedy_with_drafts_and_beams_equal_those_without_a_cache(variant, kinds
     settings = {"max_new_tokens": 14, "do_sample": False}
     greedy = model.generate(ids, **settings)
     assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=3, **settings), greedy)
+    assert torch.equal(model.generate(ids, assistant_early_exit=2, **settings), greedy)
     assert torch.equal(model.generate(ids, use_cache=False, **settings), greedy)
     beams = [model.generate(ids, num_beams=3, use_cache=cached, **settings) for cached in (True, False)]
     assert torch.equal(*beams)
@@ -281,6 +283,23 @@ def test_a_model_without_memories_can_be_described_but_not_traced():
     assert facts["kernels"] == {"here": "none", "why": "no layer has a memory"}
     with pytest.raises(ValueError, match="`memory_layers` is empty"):
         model.trace_surprise(random_ids(1, 5))
+
+
+@pytest.mark.parametrize("rewind", [True, False])
+def test_a_memory_is_put_back_where_there_is_one(rewind):
+    """As evaluation does between segments: what the memories hold goes, what attention sees stays."""
+    model, cache, start = model_of("mag", "all kinds"), None, None
+    cache, start = TitansCache(model.config, rewind), TitansCache(model.config, rewind)
+    for each, ids in ((cache, random_ids(1, 30)), (start, random_ids(1, 1))):
+        read(model, each, ids)
+    seen = [layer.carry.tails["keys"].values.clone() for layer in cache.layers]
+    put_back(cache, start)
+    for layer, kept, other in zip(cache.layers, seen, start.layers, strict=True):
+        assert torch.equal(layer.carry.tails["keys"].values, kept)
+        if layer.carry.own is not None:
+            assert all(map(torch.equal, layer.carry.memory.weights, other.carry.memory.weights))
+    with pytest.raises(ValueError, match="cropped" if not rewind else "go back 0"):
+        cache.crop(-1)
 
 
 def test_a_trace_has_the_layers_with_a_memory():

@@ -87,6 +87,7 @@ def titans(
 
     \b
     titans info titans-mac-340m
+    titans graft path/to/llama --out runs/graft --window 256
     titans remember book.txt --model runs/demo --out book.safetensors
     titans ask --memory book.safetensors "What is a class?"
     titans chat --model runs/demo --memory talk.safetensors
