@@ -66,7 +66,7 @@ def take_flash_attention(model: TitansForCausalLM, monkeypatch) -> None:
     def flash_like(module, query, key, value, attention_mask, scaling, sliding_window, dropout=0.0, **kwargs):
         T, K = query.shape[2], key.shape[2]
         distance = torch.arange(K - T, K)[:, None] - torch.arange(K)
-        mask = ((distance >= 0) & (distance < sliding_window))[None, None]
+        mask = ((distance >= 0) & (distance < (sliding_window or K)))[None, None]
         if attention_mask is not None:
             mask = mask & attention_mask[:, None, None].bool()
         groups = query.shape[1] // key.shape[1]

@@ -304,11 +304,11 @@ def compiled(backend: str) -> CompileConfig:
     return config
 
 
-def check_compiled_generation(variant: str, backend: str, padded: bool) -> None:
+def check_compiled_generation(variant: str, backend: str, padded: bool, **fields) -> None:
     """Equal to the default cache, in one graph that is compiled once, whatever the length of the prompt."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = tiny_model(variant, torch.float32, num_hidden_layers=1)
+    model = tiny_model(variant, torch.float32, **{"num_hidden_layers": 1, **fields})
     options = dict(max_new_tokens=14, **GREEDY)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for ids in (random_ids(2, 8), random_ids(2, 13, seed=1)):
@@ -336,6 +336,11 @@ PADDED = {"mac": True, "mag": False, "mal": True, "lmm": False}  # the other hal
 )
 def test_generate_compiles_the_decode_step_once(variant, padded):
     check_compiled_generation(variant, "eager", padded)
+
+
+@pytest.mark.parametrize("layers", [[], [1]], ids=["no memory", "memory in the last"])
+def test_generate_compiles_the_decode_step_of_layers_that_differ_once(layers):
+    check_compiled_generation("mag", "eager", padded=True, num_hidden_layers=2, memory_layers=layers)
 
 
 @pytest.mark.slow

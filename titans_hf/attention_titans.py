@@ -16,8 +16,11 @@ from .cache_titans import TitansCacheLayer
 from .carry_titans import LayerCarry
 from .configuration_titans import TitansConfig
 from .fast_paths import state_dtype, takes
+from .memory_layer import TitansRMSNorm
 from .rows import PackedRows, on_host
-from .tails import Tail
+from .tails import GrowingTail, Tail
+
+PIECE = 1024  # queries that full attention takes at a time
 
 
 @dataclass
@@ -208,16 +211,22 @@ class TitansAttention(nn.Module):
         self.head_dim, self.scaling = config.head_dim, config.head_dim**-0.5
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.attention_dropout, self.is_causal = config.attention_dropout, True
-        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
+        hidden, bias, out_bias = config.hidden_size, config.attention_bias, config.attention_out_bias
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden, bias=out_bias)
+        self.q_norm = self.k_norm = None
+        if config.attention_qk_norm:
+            self.q_norm, self.k_norm = (TitansRMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
 
     def queries(self, x: Tensor) -> Tensor:
-        return self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, H, D]
+        return q if self.q_norm is None else self.q_norm(q)
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return tuple(proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        return k if self.k_norm is None else self.k_norm(k), v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs) -> tuple[Tensor, Tensor | None]:
         """Attention of q [B, T, H, D] over k, v [B, K, H_kv, D] where `mask` [B or 1, 1, T, K] is True.
@@ -242,11 +251,24 @@ class TitansAttention(nn.Module):
 
 
 class SlidingAttention(TitansAttention):
-    """Attention to the last W tokens and to a prefix that is always visible.
+    """Attention to the last W tokens, or in full attention to all of them, and to a prefix that is always visible.
 
     Keys are cached unrotated and rotated relative to the oldest visible key. The prefix is not rotated; its scores use
-    the unrotated query, in channels of their own (`_lay_out`).
+    the unrotated query, in channels of their own (`_lay_out`). A layer without rotary positions rotates nothing.
     """
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.window, self.rotates = config.window_of(layer_idx), config.has_rotary(layer_idx)
+
+    def empty_window(self, x: Tensor, rows: Rows) -> dict[str, Tail]:
+        """What the cache holds of keys and values before a row's first token; `x` is of their dtype."""
+        if not rows.keep:
+            return {}
+        slots = 0 if self.window is None else self.window - 1 + rows.spare
+        empty = x.new_zeros(rows.batch_size, slots, self.config.num_key_value_heads, self.head_dim)
+        tail = GrowingTail(empty) if self.window is None else Tail(empty)
+        return {"keys": tail, "values": tail}
 
     def forward(
         self,
@@ -265,27 +287,39 @@ class SlidingAttention(TitansAttention):
         k, v = self.keys_values(x)
         window, past = {}, 0
         if tails is not None:
-            past = min(self.config.sliding_window - 1, rows.reach)
+            past = tails[0].size if self.window is None else min(self.window - 1, rows.reach)
             (k, keys), (v, values) = (tail.append(new, rows.lengths) for tail, new in zip(tails, (k, v), strict=True))
             window = {"keys": keys, "values": values}
-            k, v = (x[:, keys.size - past :] for x in (k, v))
+            k, v = (kept[:, kept.shape[1] - past - x.shape[1] :] for kept in (k, v))
         if self.config._attn_implementation == "flash_attention_2":
             out, weights = self._flash(q, k, v, past, rows, rotary)
         elif not output_attentions and takes("query", x.shape[1]):
             out, weights = self._one_token(q, k, v, prefix, past, rows, rotary)
-        elif output_attentions or x.shape[1] <= self.config.sliding_window:
+        elif not output_attentions and self.window is None and x.shape[1] > PIECE:
+            out, weights = self._pieces(q, k, v, prefix, past, rows, rotary)
+        elif output_attentions or self.window is None or x.shape[1] <= self.window:
             shown = {"packed": rows.packed} if output_attentions and rows.packed is not None else {}
             out, weights = self._dense(q, k, v, prefix, past, rows, rotary, **shown)
         else:
             out, weights = self._blocks(q, k, v, prefix, past, rows, rotary)
         return self.o_proj(out), weights if output_attentions else None, window
 
+    def _turns(self, kind: str, positions: Tensor, q: Tensor, rows: Rows, rotary: TitansRotaryEmbedding):
+        """Cosines and sines of the positions, which all layers share that have as many."""
+        if not self.rotates:
+            still = q.new_zeros(len(positions), 1, self.head_dim)
+            return still + 1, still
+        return rows.shared(f"{kind} rotation {len(positions)}", lambda: rotary.at(q, positions))
+
+    def _shared_mask(self, positions: Tensor, past: int, rows: Rows) -> Tensor:
+        name = f"mask of {self.window} over {past}"
+        return rows.shared(name, lambda: self._window_mask(positions[past:], positions, past, rows))
+
     def _dense(self, q, k, v, prefix, past, rows, rotary, **kwargs):
         """All queries over all keys of this pass."""
         K = k.shape[1]
         positions = torch.arange(K, device=q.device)
-        turn = rows.shared("dense rotation", lambda: rotary.at(q, positions))
-        mask = rows.shared("dense mask", lambda: self._window_mask(positions[past:], positions, past, rows))
+        turn, mask = self._turns("dense", positions, q, rows, rotary), self._shared_mask(positions, past, rows)
         q, k, v = self._lay_out(q, k, v, (turn[0][past:], turn[1][past:]), turn, prefix)
         return self.attend(q, k, v, self._see_prefix(mask, prefix), **kwargs)
 
@@ -294,14 +328,15 @@ class SlidingAttention(TitansAttention):
         B, K, H, D = k.shape
         P = 0 if prefix is None else prefix[0].shape[1]
         positions = torch.arange(K, device=q.device)
-        turn = rows.shared("dense rotation", lambda: rotary.at(q, positions))
-        mask = rows.shared("dense mask", lambda: self._window_mask(positions[past:], positions, past, rows))
+        turn, mask = self._turns("dense", positions, q, rows, rotary), self._shared_mask(positions, past, rows)
         last = tuple(x[past:] for x in turn)
         keys = k.new_empty(B, P + K, H, D)
         rotate_into(keys[:, P:], k, turn)
         if prefix is not None:
             rotate_into(keys[:, :P], prefix[0], last)
-            if rotary.attention_scaling != 1:  # which turned queries and keys have, and the prefix has not
+            if (
+                self.rotates and rotary.attention_scaling != 1
+            ):  # which turned queries and keys have, and the prefix has not
                 keys[:, :P].div_(rotary.attention_scaling**2)
             v = torch.cat((prefix[1], v), dim=1)
         return self.attend(rotate(q, last), keys, v, self._see_prefix(mask, prefix))
@@ -309,14 +344,14 @@ class SlidingAttention(TitansAttention):
     def _blocks(self, q, k, v, prefix, past, rows, rotary):
         """Queries in blocks of W / 2, each over its own and the two before it: linear in T, and positions below 2 W."""
         B, T = q.shape[:2]
-        size = (self.config.sliding_window + 1) // 2
+        size = (self.window + 1) // 2
         short = -T % size
         q = F.pad(q, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, size))  # [B, blocks, size, H, D]
         k, v = (F.pad(x, (0, 0, 0, 0, 2 * size - past, short)).unflatten(1, (-1, size)) for x in (k, v))
         k, v = (torch.cat((x[:, :-2], x[:, 1:-1], x[:, 2:]), dim=2).flatten(0, 1) for x in (k, v))
         blocks = q.shape[1]
         positions = torch.arange(3 * size, device=q.device)
-        turn = rows.shared("block rotation", lambda: rotary.at(q, positions))
+        turn = self._turns("block", positions, q, rows, rotary)
         mask = rows.shared("block mask", lambda: self._block_mask(positions, blocks, past, rows))
         if prefix is not None:
             prefix = tuple(x.repeat_interleave(blocks, dim=0) for x in prefix)
@@ -324,19 +359,32 @@ class SlidingAttention(TitansAttention):
         out, weights = self.attend(q, k, v, self._see_prefix(mask, prefix))
         return out.unflatten(0, (B, blocks)).flatten(1, 2)[:, :T], weights
 
+    def _pieces(self, q, k, v, prefix, past, rows, rotary):
+        """Full attention, some queries at a time: a mask of all pairs would grow with the square of the text."""
+        outputs, positions = [], torch.arange(k.shape[1], device=q.device)
+        turn = self._turns("dense", positions, q, rows, rotary)
+        for start in range(0, q.shape[1], PIECE):
+            end = min(start + PIECE, q.shape[1])
+            queries, keys = slice(past + start, past + end), slice(past + end)
+            mask = self._window_mask(positions[queries], positions[keys], past, rows)
+            turns = ([x[part] for x in turn] for part in (queries, keys))
+            laid_out = self._lay_out(q[:, start:end], k[:, keys], v[:, keys], *turns, prefix)
+            outputs.append(self.attend(*laid_out, self._see_prefix(mask, prefix))[0])
+        return torch.cat(outputs, dim=1), None
+
     def _flash(self, q, k, v, past, rows, rotary):
         """Flash attention's own sliding window; its padding mask hides the slots that a row has not filled yet."""
         positions = torch.arange(k.shape[1], device=q.device)
-        turn = rotary.at(q, positions)
+        turn = self._turns("dense", positions, q, rows, rotary)
         q, k = rotate(q, (turn[0][past:], turn[1][past:])), rotate(k, turn)
         mask, counts = None, on_host(rows.seen)
         if past and (counts is None or min(counts) < past):
             mask = positions >= past - rows.seen[:, None]
-        return self.attend(q, k, v, mask, sliding_window=self.config.sliding_window)
+        return self.attend(q, k, v, mask, sliding_window=self.window)
 
     def _window_mask(self, queries: Tensor, keys: Tensor, past: int, rows: Rows) -> Tensor:
         distance = queries[:, None] - keys
-        visible = (distance >= 0) & (distance < self.config.sliding_window)
+        visible = distance >= 0 if self.window is None else (distance >= 0) & (distance < self.window)
         if past == 0:
             return visible[None, None]
         filled = keys >= past - rows.seen[:, None]

@@ -1,7 +1,7 @@
 """The cache of a Titans model: the memory, and the short tails that attention and convolution look back on.
 
-A layer's cache has a constant size. A forward pass returns a new `LayerCarry` and never changes an earlier one, so that
-autograd can go through a carried cache.
+A layer's cache has a constant size, except for the keys and values of a layer with full attention. A forward pass
+returns a new `LayerCarry` and never changes an earlier one, so that autograd can go through a carried cache.
 
 Axis letters: B batch.
 """
@@ -44,6 +44,7 @@ class TitansCacheLayer(CacheLayerMixin):
     _layer_type = LAYER_TYPE
     is_sliding = False
     is_croppable = True
+    can_grow = True
     supports_early_init = False
 
     def __init__(self, rewind: bool = True, **kwargs):
@@ -79,8 +80,12 @@ class TitansCacheLayer(CacheLayerMixin):
         """Take over the state after one pass, and how many tokens [B] each row has read by then."""
         self.carry, self.seen = carry.compact(), seen
 
-    def advance(self, mask: Tensor | None, width: int) -> None:
-        """Count the token columns of one forward; `mask` [B, width] says which were real, None means all."""
+    def advance(self, mask: Tensor | None, width: int, rewinds: bool) -> None:
+        """Count the token columns of one forward; `mask` [B, width] says which were real, None means all.
+
+        Args:
+            rewinds: whether every layer has a state to go back to.
+        """
         self.columns += width
         if not self.spare:
             return
@@ -90,15 +95,16 @@ class TitansCacheLayer(CacheLayerMixin):
         if self.recent is None:
             self.recent = torch.zeros(B, REWIND, dtype=torch.bool, device=device)
         self.recent = torch.cat((self.recent, mask.to(device)), dim=1)[:, -REWIND:].clone()
-        # An empty log: all was read in one long pass, and there is no state to go back to.
-        self.rewindable = min(REWIND, self.rewindable + width) if self.carry.log.columns else 0
+        self.rewindable = min(REWIND, self.rewindable + width) if rewinds else 0
 
     def take_memory_of(self, other: "TitansCacheLayer") -> None:
         """Take over the memory of another layer and keep all else. What was read before cannot be cropped any more."""
-        own = replace(self.carry.own, state=other.carry.memory.map(torch.clone))
-        self.carry = replace(self.carry, own=own, segment_weights=other.carry.segment_weights)
-        if self.spare:
-            self.carry, self.rewindable = self.carry.restarting(self.seen), 0
+        if self.carry.own is not None:
+            own = replace(self.carry.own, state=other.carry.memory.map(torch.clone))
+            self.carry = replace(self.carry, own=own, segment_weights=other.carry.segment_weights)
+            if self.spare:
+                self.carry = self.carry.restarting(self.seen)
+        self.rewindable = 0
 
     # What transformers calls
 
@@ -123,7 +129,7 @@ class TitansCacheLayer(CacheLayerMixin):
     def batch_size(self) -> int:
         if self.carry is None:
             raise AttributeError("the cache is empty")
-        return self.carry.memory.weights[0].shape[0]
+        return self.seen.shape[0]
 
     def tensors(self) -> list[Tensor]:
         """Every tensor the layer keeps."""
@@ -210,6 +216,7 @@ class TitansStaticCacheLayer(TitansCacheLayer):
 
     _layer_type = None
     is_croppable = False
+    can_grow = False
     is_compileable = True
 
     def __init__(self, max_cache_len: int | None = None, **kwargs):
@@ -232,7 +239,7 @@ class TitansStaticCacheLayer(TitansCacheLayer):
             old.copy_(new)
         self.seen.copy_(seen)
 
-    def advance(self, mask, width) -> None:
+    def advance(self, mask, width, rewinds) -> None:
         self.columns.add_(width)
 
     def get_max_length(self) -> int:
@@ -286,7 +293,7 @@ class TitansCache(DynamicCache):
         if model is None:
             raise ValueError("the model that filled this cache is gone: pass it, `cache.save(path, model)`")
         first = self.layers[0]
-        log_columns = 0 if first.carry.log is None else first.carry.log.columns
+        log_columns = max((layer.carry.log.columns for layer in self.layers if layer.carry.log is not None), default=0)
         state = {"columns": first.columns, "rewindable": first.rewindable, "log_columns": log_columns}
         write_snapshot(path, self._named(), state, *fingerprint(model, REFUSED), note=note)
 
@@ -304,9 +311,9 @@ class TitansCache(DynamicCache):
                 raise ValueError(
                     f"{os.fspath(path)!r} was made by another model: {difference(what, facts[what], ours)}"
                 )
-        cache = cls._like(model, rewind=any(".log." in name for name in tensors))
+        cache = cls._like(model, rewind=any(".log." in name or name.endswith(".recent") for name in tensors))
         tensors, state = _upgraded(path, tensors, facts["state"], model.config.num_hidden_layers)
-        _check_snapshot(path, tensors, cache._named(), state)
+        _check_snapshot(path, tensors, cache._named(), state, cache._growing())
         for index, layer in enumerate(cache.layers):
             device = layer.seen.device
             layer.fill({name: x.to(device) for name, x in _of_layer(tensors, index).items()}, **state)
@@ -327,6 +334,10 @@ class TitansCache(DynamicCache):
 
     def _named(self) -> dict[str, Tensor]:
         return {f"layers.{i}.{name}": x for i, layer in enumerate(self.layers) for name, x in layer.named().items()}
+
+    def _growing(self) -> set[str]:
+        """The names in a snapshot of what grows with every token."""
+        return {f"layers.{i}.{name}" for i, layer in enumerate(self.layers) for name in layer.carry.growing}
 
     def clone(self) -> "TitansCache":
         """An independent copy: go on from here more than once."""
@@ -351,7 +362,7 @@ class TitansCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor kept. Constant: it does not grow with what was read."""
+        """Bytes of every tensor kept. Constant, unless layers have full attention: theirs grow with what was read."""
         return sum(x.nbytes for layer in self.layers for x in layer.tensors())
 
 
@@ -374,8 +385,10 @@ def _upgraded(path, tensors: dict[str, Tensor], state: dict, layers: int) -> tup
     return tensors, {**counters, "log_columns": int(tensors["layers.0.log.count"].max())}
 
 
-def _check_snapshot(path, tensors: dict[str, Tensor], expected: dict[str, Tensor], state: dict) -> None:
-    """Refuse a file whose tensors or numbers no cache of the model could hold."""
+def _check_snapshot(
+    path, tensors: dict[str, Tensor], expected: dict[str, Tensor], state: dict, growing: set[str]
+) -> None:
+    """Refuse a file whose tensors or numbers no cache of the model could hold; `growing` ones hold any tokens."""
 
     def refuse(what: str):
         raise ValueError(f"{os.fspath(path)!r} is damaged: {what}")
@@ -384,7 +397,9 @@ def _check_snapshot(path, tensors: dict[str, Tensor], expected: dict[str, Tensor
         refuse(f"its tensors are not a cache's, see {sorted(tensors.keys() ^ expected.keys())[0]!r}")
     batch = tensors["layers.0.seen"].shape[:1]
     for name, x in tensors.items():
-        want = expected[name]
+        want, tokens = expected[name], tensors[f"{name.rpartition('.tails.')[0]}.seen"] if name in growing else None
+        if tokens is not None and x.dim() == want.dim() and x.shape[1] >= int(tokens.max()):
+            want = want[:, :1].expand(-1, x.shape[1], *want.shape[2:])
         if x.dtype != want.dtype or x.shape[:1] != batch or x.shape[1:] != want.shape[1:]:
             refuse(f"{name!r} is {x.dtype} {tuple(x.shape)}, not {want.dtype} {(*batch, *want.shape[1:])}")
         if x.is_floating_point() and not x.isfinite().all():
@@ -445,6 +460,17 @@ def hide_past(cache: Cache, visible: Tensor) -> None:
         layer.hide(hidden)
 
 
+def advance_all(cache: Cache, mask: Tensor | None, width: int) -> None:
+    """Count the token columns of one forward in every layer, see `TitansCacheLayer.advance`.
+
+    An empty log: all was read in one long pass, and there is no state to go back to.
+    """
+    logs = [layer.carry.log for layer in cache.layers if layer.carry.log is not None]
+    rewinds = all(log.columns for log in logs)
+    for layer in cache.layers:
+        layer.advance(mask, width, rewinds)
+
+
 def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int, dtype: torch.dtype) -> None:
     """Refuse a cache that cannot hold this model's memory for this batch, before anything is written."""
     if len(cache.layers) != config.num_hidden_layers or not all(
@@ -454,6 +480,11 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int, dtype: 
             "`past_key_values` cannot hold a Titans memory: pass a TitansCache(model.config), or "
             "DynamicCache(config=model.config) / StaticCache(config=model.config, ...)"
         )
+    if config.full_attention_layers and not all(layer.can_grow for layer in cache.layers):
+        raise ValueError(
+            "a static cache cannot grow, and the cache of `full_attention_layers` grows with every token: use a "
+            "TitansCache(model.config)"
+        )
     fields = identity(config)
     for layer in cache.layers:
         layer.bind(config, fields)
@@ -462,8 +493,8 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int, dtype: 
                 f"`past_key_values` holds {layer.batch_size} rows, but the input has {batch_size}: use a cache per "
                 "batch, or `batch_select_indices` / `batch_repeat_interleave` it to fit"
             )
-        if layer.carry is not None and layer.carry.own.tail.buffer.dtype != dtype:
+        if layer.carry is not None and layer.carry.dtype != dtype:
             raise ValueError(
-                f"`past_key_values` holds {layer.carry.own.tail.buffer.dtype}, but the model computes in {dtype}: "
+                f"`past_key_values` holds {layer.carry.dtype}, but the model computes in {dtype}: "
                 "start with a fresh TitansCache(model.config)"
             )

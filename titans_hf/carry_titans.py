@@ -18,11 +18,12 @@ from .memory_ops import neural_memory
 from .memory_rule import rule_of
 from .memory_state import MemoryState, where_all
 from .rows import compact, take, where_rows
-from .tails import Tail
+from .tails import GrowingTail, Tail
 
 REWIND = 64  # tokens that `crop` can remove
 LOG_LIMIT = 2 * REWIND  # token columns that one pass may add to the log
 LOG_COLUMNS = REWIND + LOG_LIMIT
+GROWING = "full attention"  # the one part of a cache that grows with every token
 
 
 @dataclass
@@ -155,15 +156,16 @@ class LayerCarry:
     """Everything one block carries from call to call; every tensor has the batch first.
 
     Attributes:
-        own: the memory's state, always with its open-chunk fields, and the tail of its convolution.
+        own: the memory's state, always with its open-chunk fields, and the tail of its convolution; None in a block
+            without a memory.
         tails: keys and values of the window or the segment, and in MAC the inputs of the retrieval's convolution.
         fixed: tensors that no token changes: attention's prefix.
         segment_weights: MAC's memory at the start of the open segment.
-        log: what rewinding needs; None in a cache that cannot be cropped.
+        log: what rewinding needs; None in a cache that cannot be cropped, and in a block without a memory.
         outputs: in the last layer, the model's last outputs.
     """
 
-    own: MemoryCarry
+    own: MemoryCarry | None
     tails: dict[str, Tail] = field(default_factory=dict)
     fixed: dict[str, Tensor] = field(default_factory=dict)
     segment_weights: tuple[Tensor, ...] | None = None
@@ -171,8 +173,19 @@ class LayerCarry:
     outputs: Tail | None = None
 
     @property
-    def memory(self) -> MemoryState:
-        return self.own.state
+    def memory(self) -> MemoryState | None:
+        return None if self.own is None else self.own.state
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the block computes in, outside of its memory."""
+        tail = self.tails["keys"] if self.own is None else self.own.tail
+        return tail.buffer.dtype
+
+    @property
+    def growing(self) -> list[str]:
+        """The names in a snapshot of the tails that grow with every token."""
+        return [f"tails.{name}" for name, tail in self.tails.items() if isinstance(tail, GrowingTail)]
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "LayerCarry":
         """Apply a batch operation to every tensor."""
@@ -188,7 +201,7 @@ class LayerCarry:
 
     def _map(self, state: Callable, tail: Callable, fn: Callable) -> "LayerCarry":
         return LayerCarry(
-            MemoryCarry(state(self.own.state), tail(self.own.tail)),
+            None if self.own is None else MemoryCarry(state(self.own.state), tail(self.own.tail)),
             {name: tail(x) for name, x in self.tails.items()},
             {name: fn(x) for name, x in self.fixed.items()},
             None if self.segment_weights is None else tuple(map(fn, self.segment_weights)),
@@ -198,9 +211,11 @@ class LayerCarry:
 
     def select(self, rows: Tensor, other: "LayerCarry") -> "LayerCarry":
         """Rows of this carry where `rows` [B] is True, rows of `other` elsewhere; the outputs are all of `other`."""
-        segment = self.segment_weights
+        segment, own = self.segment_weights, self.own
+        if own is not None:
+            own = MemoryCarry(own.state.select(rows, other.memory), own.tail.select(rows, other.own.tail))
         return LayerCarry(
-            MemoryCarry(self.memory.select(rows, other.memory), self.own.tail.select(rows, other.own.tail)),
+            own,
             {name: tail.select(rows, other.tails[name]) for name, tail in self.tails.items()},
             {name: where_rows(rows, x, other.fixed[name]) for name, x in self.fixed.items()},
             None if segment is None else where_all(rows, segment, other.segment_weights),
@@ -214,19 +229,22 @@ class LayerCarry:
         fixed = {f"fixed.{name}": x for name, x in self.fixed.items()}
         log = {} if self.log is None else {f"log.{name}": x for name, x in self.log.named().items()}
         segment = _numbered("segment_weights", self.segment_weights)
-        return {**_named_state("memory", self.memory), **tails, **fixed, **segment, **log}
+        memory = {} if self.own is None else _named_state("memory", self.memory)
+        return {**memory, **tails, **fixed, **segment, **log}
 
     def _all_tails(self) -> dict[str, Tail]:
         """Every tail by its name in a snapshot."""
         outputs = {} if self.outputs is None else {"output": self.outputs}
-        return {"conv": self.own.tail, **self.tails, **outputs}
+        convolution = {} if self.own is None else {"conv": self.own.tail}
+        return {**convolution, **self.tails, **outputs}
 
     def filled(self, named: dict[str, Tensor], columns: int) -> "LayerCarry":
         """A carry of the same form with the tensors of a snapshot; `columns` are those of its log."""
         log = {name.removeprefix("log."): x for name, x in named.items() if name.startswith("log.")}
-        tails = {name: Tail(named[f"tails.{name}"]).compact() for name in self._all_tails()}
+        tails = {name: type(tail)(named[f"tails.{name}"]).compact() for name, tail in self._all_tails().items()}
+        own = None if self.own is None else MemoryCarry(_filled_state("memory", self.memory, named), tails["conv"])
         return LayerCarry(
-            MemoryCarry(_filled_state("memory", self.memory, named), tails["conv"]),
+            own,
             {name: tails[name] for name in self.tails},
             {name: named[f"fixed.{name}"] for name in self.fixed},
             _filled("segment_weights", self.segment_weights, named),
@@ -237,19 +255,20 @@ class LayerCarry:
     def tensors(self) -> list[Tensor]:
         tails = [tail.buffer for tail in self._all_tails().values()]
         log = [] if self.log is None else self.log.tensors()
-        return [*self.memory.tensors(), *tails, *self.fixed.values(), *(self.segment_weights or ()), *log]
+        memory = [] if self.own is None else self.memory.tensors()
+        return [*memory, *tails, *self.fixed.values(), *(self.segment_weights or ()), *log]
 
     def parts(self) -> dict[str, int]:
         """The bytes of every part."""
-        state, tails = self.memory, {name: tail.buffer for name, tail in self._all_tails().items()}
+        tails = {name: tail.buffer for name, tail in self._all_tails().items()}
         outputs = [tails.pop("output")] if "output" in tails else []
         convolution = [tails.pop(name) for name in list(tails) if name.startswith("conv")]
+        growing = [tails.pop(name.removeprefix("tails.")) for name in self.growing]
         found = {
-            "memory": (*state.weights, *state.momentum),
-            "where forgetting leads": state.start or (),
-            "open chunk": (*state.inputs, *state.errors, *state.gates, state.length),
+            **_memory_parts(self.memory),
             "segment start": self.segment_weights or (),
             "attention": (*tails.values(), *self.fixed.values()),
+            GROWING: growing,
             "convolution": convolution,
             "last outputs": outputs,
             "rewinding": () if self.log is None else self.log.tensors(),
@@ -270,6 +289,10 @@ class LayerCarry:
     def without_last(self, removed: Tensor, seen: Tensor, config: PreTrainedConfig) -> "LayerCarry":
         """The carry before each row's last `removed` [B] real tokens, when it had read `seen` [B]."""
         shorten = lambda tail: tail.without_last(removed).compact()  # noqa: E731
+        tails = {name: shorten(tail) for name, tail in self.tails.items()}
+        outputs = None if self.outputs is None else shorten(self.outputs)
+        if self.own is None:
+            return replace(self, tails=tails, outputs=outputs)
         unwritten, log = self.log.written_among_last(removed), self.log.without_last(removed)
         memory, segment = self.memory, self.segment_weights
         same_segment = segment is None or bool(_same_cell(seen, seen - removed, config.segment_size))
@@ -277,9 +300,18 @@ class LayerCarry:
             memory = replace(memory, length=memory.length - unwritten).map(Tensor.detach)
         else:
             memory, segment = log.replay(log.count, config)
-        tails = {name: shorten(tail) for name, tail in self.tails.items()}
-        outputs = None if self.outputs is None else shorten(self.outputs)
         return LayerCarry(MemoryCarry(memory, shorten(self.own.tail)), tails, self.fixed, segment, log, outputs)
+
+
+def _memory_parts(state: MemoryState | None) -> dict[str, tuple[Tensor, ...]]:
+    """The tensors of a memory's state by what they are for; empty parts without one."""
+    if state is None:
+        return {"memory": (), "where forgetting leads": (), "open chunk": ()}
+    return {
+        "memory": (*state.weights, *state.momentum),
+        "where forgetting leads": state.start or (),
+        "open chunk": (*state.inputs, *state.errors, *state.gates, state.length),
+    }
 
 
 def _same_cell(x: Tensor, y: Tensor, period: int) -> Tensor:

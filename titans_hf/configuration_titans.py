@@ -12,6 +12,7 @@ MEMORY_WRITES = ("chunk", "delta")
 MEMORY_FORGET_TO = ("zero", "start")
 MEMORY_COMBINES = ("gate_attention", "gate_memory", "add")
 MEMORY_IMPLEMENTATIONS = ("auto", "torch", "triton", "recurrent")
+LAYER_LISTS = ("memory_layers", "full_attention_layers", "rotary_layers")
 
 # Saved with every checkpoint, beside the code itself: it loads with `trust_remote_code=True` where titans_hf is not
 # installed. Where it is, its own classes come first.
@@ -37,6 +38,16 @@ class TitansConfig(PreTrainedConfig):
         mixer_initializer_scale: how much smaller than `initializer_range` the projections start with which memory and
             attention enter the residual stream.
         num_persistent_tokens: learned tokens per layer before every sequence; 0 is an ablation of Table 5.
+        attention_bias, attention_out_bias, mlp_bias: whether queries, keys and values, attention's output and the
+            feed-forward layers have biases. These, and the next three, are for what was grafted (`titans graft`).
+        attention_qk_norm: whether every query and key head passes a norm, before its rotation.
+        rotary_layers: numbers, from 0, of the mag or mal layers with rotary positions; by default all. The others know
+            no positions.
+        memory_layer_norm: whether mal's attention reads `norm(x + m)`; else it reads `x + m`.
+        memory_layers: numbers, from 0, of the mag or mal layers with a memory; by default all. The others are attention
+            alone.
+        full_attention_layers: numbers, from 0, of the mag or mal layers whose attention has no window; by default none.
+            Their part of the cache grows with every token.
         memory_num_heads: memory heads, each `head_dim` wide; by default as many as attention heads.
         memory_depth: layers of the memory MLP; 1 is the linear memory of Table 5.
         memory_expansion: width of the memory's hidden layers in units of `head_dim`.
@@ -139,6 +150,15 @@ class TitansConfig(PreTrainedConfig):
     memory_conv_width: int = 4
     memory_implementation: str = "auto"
 
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    attention_qk_norm: bool = False
+    rotary_layers: list[int] | None = None
+    memory_layer_norm: bool = True
+    memory_layers: list[int] | None = None
+    full_attention_layers: list[int] | None = None
+
     def __post_init__(self, **kwargs):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
@@ -181,6 +201,18 @@ class TitansConfig(PreTrainedConfig):
     def layer_types(self) -> list[str]:
         """The cache layer of every block. Derived, never saved: tools without this package do not know the name."""
         return [self.cache_layer_type] * self.num_hidden_layers
+
+    def has_memory(self, layer: int) -> bool:
+        """Whether the layer of that number, from 0, has a memory."""
+        return self.memory_layers is None or layer in self.memory_layers
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens the layer of that number attends to; None is all of them."""
+        return None if layer in (self.full_attention_layers or ()) else self.sliding_window
+
+    def has_rotary(self, layer: int) -> bool:
+        """Whether the layer of that number has rotary positions."""
+        return self.rotary_layers is None or layer in self.rotary_layers
 
     def to_dict(self) -> dict:
         """As in transformers, without `cache_layer_type`: it has a meaning in this process only."""
@@ -242,7 +274,25 @@ class TitansConfig(PreTrainedConfig):
                 f"`memory_chunk_size` ({self.memory_chunk_size}) must divide `segment_size` ({self.segment_size}) "
                 "in the mac variant: choose a multiple"
             )
+        self._check_layers()
         self._check_ranges()
+
+    def _check_layers(self) -> None:
+        last = self.num_hidden_layers - 1
+        for field in LAYER_LISTS:
+            layers = getattr(self, field)
+            if layers is None:
+                continue
+            if self.variant not in ("mag", "mal"):
+                raise ValueError(f"`{field}` is for mag and mal, and `variant` is {self.variant!r}: leave it out")
+            if layers != sorted(set(layers)) or not all(0 <= layer <= last for layer in layers):
+                raise ValueError(f"`{field}` must be rising layer numbers from 0 to {last}, each once; got {layers}")
+        rope = self.rope_parameters.get("rope_type", "default")
+        if self.full_attention_layers and rope in ("dynamic", "longrope"):
+            raise ValueError(
+                f"`full_attention_layers` cannot have rotary positions of type {rope!r}, which are scaled for the "
+                "window: leave them out, or choose another `rope_type`"
+            )
 
     def _check_ranges(self) -> None:
         if self.memory_max_surprise is not None and not self.memory_max_surprise > 0:
@@ -308,6 +358,8 @@ SHAPE = (  # gives a cache its shape
     "memory_chunk_size",
     "memory_conv",
     "memory_conv_width",
+    "memory_layers",
+    "full_attention_layers",
 )
 READING = (  # changes what a model makes of what it reads
     "num_attention_heads",
@@ -329,6 +381,12 @@ READING = (  # changes what a model makes of what it reads
     "memory_value_limit",
     "memory_norm_floor",
     "memory_combine",
+    "memory_layer_norm",
+    "rotary_layers",
+    "attention_bias",
+    "attention_out_bias",
+    "attention_qk_norm",
+    "mlp_bias",
 )
 NEITHER = (  # concerns training, tools or the choice between equal implementations
     "vocab_size",

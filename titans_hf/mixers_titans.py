@@ -100,17 +100,6 @@ class MemoryMixer(nn.Module):
             return carry.restarting(rows.seen_after())
         return carry.noting(written, lengths, read_only, self.config)
 
-    def _window(self, carry: LayerCarry) -> tuple[Tail, Tail] | None:
-        return (carry.tails["keys"], carry.tails["values"]) if "keys" in carry.tails else None
-
-    def _empty_window(self, x: Tensor, rows: Rows) -> dict[str, Tail]:
-        config = self.config
-        if not rows.keep:
-            return {}
-        slots = config.sliding_window - 1 + rows.spare
-        empty = Tail(x.new_zeros(rows.batch_size, slots, config.num_key_value_heads, config.head_dim))
-        return {"keys": empty, "values": empty}
-
 
 class MemoryAlone(MemoryMixer):
     """LMM: the memory is the whole mixer (Section 4.3, last paragraph)."""
@@ -124,6 +113,27 @@ class MemoryAlone(MemoryMixer):
         return out, None, carry
 
 
+class AttentionAlone(nn.Module):
+    """A block without a memory (`config.memory_layers`): attention to the window, or to all that was read."""
+
+    def __init__(self, config: TitansConfig, layer_idx: int):
+        super().__init__()
+        self.attention = SlidingAttention(config, layer_idx)
+
+    def _prefix(self, persistent: Persistent | None, x: Tensor, rows: Rows) -> dict[str, Tensor]:
+        if persistent is None:
+            return {}
+        return _kept(self.attention.keys_values(persistent()[None]), x.dtype, rows.batch_size)
+
+    def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
+        window = lambda: self.attention.empty_window(x, rows)  # noqa: E731
+        carry = rows.start(past, lambda: LayerCarry(None, window(), self._prefix(persistent, x, rows)))
+        if past is not None and torch.is_grad_enabled():  # gradients of this pass, too, reach the persistent tokens
+            carry = replace(carry, fixed=self._prefix(persistent, x, rows))
+        y, weights, tails = self.attention(x, _pair(carry.fixed), _window(carry), rows, rotary, output_attentions)
+        return y, weights, replace(carry, tails=tails)
+
+
 class MemoryAsGate(MemoryMixer):
     """MAG: sliding-window attention beside the memory, on the same tokens (Section 4.2, Eqs. 26-28)."""
 
@@ -134,7 +144,7 @@ class MemoryAsGate(MemoryMixer):
 
     def begin(self, persistent, rows) -> LayerCarry:
         _, memory = self._prologue(persistent, rows)
-        window, fixed = self._empty_window(memory.tail.values, rows), self._prefix(persistent, rows)
+        window, fixed = self.attention.empty_window(memory.tail.values, rows), self._prefix(persistent, rows)
         return self._new_carry(memory, rows, window, fixed)
 
     def _prefix(self, persistent: Persistent | None, rows: Rows) -> dict[str, Tensor]:
@@ -147,7 +157,7 @@ class MemoryAsGate(MemoryMixer):
         if past is not None and torch.is_grad_enabled():  # gradients of this pass, too, reach the persistent tokens
             carry = replace(carry, fixed=self._prefix(persistent, rows))
         m, carry = self._remember(x, carry, rows, read_only)
-        prefix, window = _pair(carry.fixed), self._window(carry)
+        prefix, window = _pair(carry.fixed), _window(carry)
         y, weights, window = self.attention(x, prefix, window, rows, rotary, output_attentions)
         return self.combine(y, m), weights, replace(carry, tails=window)
 
@@ -162,7 +172,8 @@ class MemoryAsLayer(MemoryMixer):
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__(config)
         self.attention = SlidingAttention(config, layer_idx)
-        self.norm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
+        normed = config.memory_layer_norm
+        self.norm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps) if normed else nn.Identity()
 
     def begin(self, persistent, rows) -> LayerCarry:
         outputs, memory = self._prologue(persistent, rows)
@@ -171,12 +182,12 @@ class MemoryAsLayer(MemoryMixer):
             fixed = _kept(
                 self.attention.keys_values(self.norm(persistent() + outputs)), self.memory.dtype, rows.batch_size
             )
-        return self._new_carry(memory, rows, self._empty_window(memory.tail.values, rows), fixed)
+        return self._new_carry(memory, rows, self.attention.empty_window(memory.tail.values, rows), fixed)
 
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
         carry = rows.start(past, lambda: self.begin(persistent, rows))
         m, carry = self._remember(x, carry, rows, read_only)
-        prefix, window = _pair(carry.fixed), self._window(carry)
+        prefix, window = _pair(carry.fixed), _window(carry)
         y, weights, window = self.attention(self.norm(x + m), prefix, window, rows, rotary, output_attentions)
         return m + y, weights, replace(carry, tails=window)
 
@@ -185,6 +196,11 @@ def _kept(keys_values: tuple[Tensor, Tensor], dtype: torch.dtype, batch_size: in
     """The prefix for a carry: one copy for each row of the batch, in the model's dtype whatever autocast chose."""
     rows = (x.to(dtype).expand(batch_size, -1, -1, -1) for x in keys_values)
     return dict(zip(PREFIX, rows, strict=True))
+
+
+def _window(carry: LayerCarry) -> tuple[Tail, Tail] | None:
+    """The keys and values of earlier tokens, if they are kept."""
+    return (carry.tails["keys"], carry.tails["values"]) if "keys" in carry.tails else None
 
 
 def _pair(fixed: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
@@ -310,3 +326,9 @@ def _joined(cut: GridCut, outputs: list[Tensor]) -> Tensor:
 
 
 MIXERS = {"mac": MemoryAsContext, "mag": MemoryAsGate, "mal": MemoryAsLayer, "lmm": MemoryAlone}
+
+
+def mixer_of(config: TitansConfig, layer_idx: int) -> nn.Module:
+    """The mixer of one block: its variant's, or attention alone where the block has no memory."""
+    kind = MIXERS[config.variant] if config.has_memory(layer_idx) else AttentionAlone
+    return kind(config, layer_idx)

@@ -36,12 +36,12 @@ except ImportError:
 
 
 from .attention_titans import Rows, SegmentAttention, TitansAttention, TitansRotaryEmbedding
-from .cache_titans import LAYER_TYPE, TitansCache, TitansCacheLayer, check_cache, hide_past
+from .cache_titans import LAYER_TYPE, TitansCache, TitansCacheLayer, advance_all, check_cache, hide_past
 from .carry_titans import LOG_LIMIT, REWIND
 from .configuration_titans import TitansConfig
 from .documents_titans import Documents, find_documents
 from .memory_layer import CausalConv, MemoryStart, NeuralMemory, TitansRMSNorm, WriteGates
-from .mixers_titans import MIXERS, BranchNorm, GateNorm
+from .mixers_titans import BranchNorm, GateNorm, mixer_of
 from .rows import PackedRows
 from .surprise import SurpriseTrace, trace
 from .tails import Tail
@@ -54,9 +54,9 @@ class TitansMLP(nn.Module):
 
     def __init__(self, config: TitansConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.act = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,9 +73,14 @@ class TitansDecoderLayer(GradientCheckpointingLayer):
         if config.num_persistent_tokens:
             self.persistent = nn.Parameter(torch.empty(config.num_persistent_tokens, config.hidden_size))
         self.input_layernorm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mixer = MIXERS[config.variant](config, layer_idx)
+        self.mixer = mixer_of(config, layer_idx)
         self.post_attention_layernorm = TitansRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = TitansMLP(config)
+
+    @property
+    def memory(self) -> NeuralMemory | None:
+        """The block's memory; None where `config.memory_layers` leaves it out."""
+        return getattr(self.mixer, "memory", None)
 
     def forward(
         self,
@@ -266,7 +271,8 @@ class TitansModel(TitansPreTrainedModel):
             memory_read_only: answer from the memory without writing into it. Attention and convolutions still move on.
             output_attentions: with `attn_implementation="eager"`, return maps [B, H, T, columns]. The columns are
                 [persistent | past tokens in the window | T] in mag and mal, and [persistent | retrieved | segment], the
-                latter two by slot in the token's own segment, in mac, where no gradient reaches them. lmm has none.
+                latter two by slot in the token's own segment, in mac, where no gradient reaches them. lmm has none. In
+                a layer with full attention the window is all that was read.
         """
         self._check_attention()
         given = self._check_input(input_ids, inputs_embeds)
@@ -292,8 +298,7 @@ class TitansModel(TitansPreTrainedModel):
         options = {"read_only": memory_read_only, "output_attentions": output_attentions}
         found = [self._run(*one, cache, output_hidden_states, **options) for one in passes]
         if cache is not None:
-            for layer in cache.layers:
-                layer.advance(mask, embeds.shape[1])
+            advance_all(cache, mask, embeds.shape[1])
         states = found[0][0]
         for later, _, packed in found[1:]:
             states = [_join_passes(*pair, packed) for pair in zip(states, later, strict=True)]
@@ -555,6 +560,11 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"`cache_implementation={kind!r}` cannot hold a Titans memory, which has a small, constant size: leave "
                 "it out, or use 'static' to compile the decoding step"
+            )
+        if kind == "static" and self.config.full_attention_layers:
+            raise ValueError(
+                "`cache_implementation='static'` has a fixed size, and the cache of `full_attention_layers` grows: "
+                "leave it out"
             )
         given, drafts = model_kwargs.get("past_key_values"), generation_mode == GenerationMode.ASSISTED_GENERATION
         if drafts and isinstance(given, TitansCache) and not given.layers[0].is_croppable:

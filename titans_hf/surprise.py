@@ -126,7 +126,9 @@ def trace(
     rows = rows.to(stack.embed_tokens.weight.device)
     cache = TitansCache(model.config, rewind=False) if past_key_values is None else past_key_values
     tokens = None if tokenizer is None else token_texts(tokenizer, rows[0].tolist())
-    memories = [layer.mixer.memory for layer in stack.layers]
+    memories = [layer.memory for layer in stack.layers if layer.memory is not None]
+    if not memories:
+        raise ValueError("the model has no memory to trace: `memory_layers` is empty")
     training = model.training
     model.eval()
     try:

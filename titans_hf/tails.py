@@ -57,7 +57,7 @@ class Tail:
 
     def __reduce__(self):
         """Copies and pickles do not append where this tail does."""
-        return Tail._in, (self.buffer, self._end, self.size, None)
+        return type(self)._in, (self.buffer, self._end, self.size, None)
 
     @property
     def values(self) -> Tensor:
@@ -68,7 +68,7 @@ class Tail:
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "Tail":
         """Apply a batch operation."""
-        return Tail._in(fn(self.buffer), self._end, self.size, None)
+        return self._in(fn(self.buffer), self._end, self.size, None)
 
     def select(self, rows: Tensor, other: "Tail") -> "Tail":
         """Rows of this tail where `rows` [B] is True, rows of `other` elsewhere."""
@@ -82,14 +82,21 @@ class Tail:
     def compact(self) -> "Tail":
         """The same tail in a buffer that holds nothing else: a view would keep a whole prefill alive."""
         if torch.compiler.is_compiling():
-            return Tail(compact(self.values))
+            return type(self)(compact(self.values))
         return self if self._cursor is not None else self._moved()
 
     def _moved(self) -> "Tail":
         values = self.values
-        room = values.new_zeros(values.shape[0], ROOM, *values.shape[2:])
+        room = values.new_zeros(values.shape[0], self._room(), *values.shape[2:])
         cursor = Cursor(self.size) if takes("append") else None
-        return Tail._in(torch.cat((values, room), dim=1), self.size, self.size, cursor)
+        return self._in(torch.cat((values, room), dim=1), self.size, self.size, cursor)
+
+    def _room(self) -> int:
+        """Tokens that can be appended to a buffer that moves now."""
+        return ROOM
+
+    def _size_after(self, new_tokens: int) -> int:
+        return self.size
 
     def append(self, new: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, "Tail"]:
         """Append tokens: returns [the tail | the new tokens], [B, size + T, ...], and the tail after each row's last.
@@ -102,14 +109,16 @@ class Tail:
         if lengths is not None or T > ROOM or not takes("append"):
             self._retire()
             extended = torch.cat((self.values, new), dim=1)
-            return extended, Tail(_last(extended, lengths, self.size))
+            ends = None if lengths is None else self.size + lengths
+            return extended, type(self)(_last(extended, ends, self._size_after(T)))
         home, end = self, self._end + T
         if self._cursor is None or end > self.buffer.shape[1] or not self._cursor.allows(self._end, self.buffer):
             home = self._moved()
             end = home._end + T
         home.buffer[:, home._end : end] = new
         home._cursor.end = end
-        return home.buffer[:, end - T - self.size : end], Tail._in(home.buffer, end, self.size, home._cursor)
+        tail = self._in(home.buffer, end, self._size_after(T), home._cursor)
+        return home.buffer[:, end - T - self.size : end], tail
 
     def _retire(self) -> None:
         """Autograd may keep the buffer: do not write to it later."""
@@ -125,8 +134,38 @@ class Tail:
         return self.append(torch.cat(list(new), dim=-1), lengths)[1]
 
 
-def _last(extended: Tensor, lengths: Tensor | None, count: int) -> Tensor:
-    """The last `count` real tokens of rows [old tail of `count` | new tokens]."""
-    if lengths is None:
+class GrowingTail(Tail):
+    """All tokens of every row, for attention without a window: it grows by every token.
+
+    Rows are right-aligned, too. A row with fewer tokens than the longest has unused slots before them.
+    """
+
+    def _room(self) -> int:
+        return max(ROOM, self.size // 8)
+
+    def _size_after(self, new_tokens: int) -> int:
+        return self.size + new_tokens
+
+    def select(self, rows: Tensor, other: Tail) -> Tail:
+        size = max(self.size, other.size)
+        return GrowingTail(where_rows(rows, *(_widened(tail.values, size) for tail in (self, other))))
+
+    def without_last(self, removed: Tensor) -> Tail:
+        """Without each row's last `removed` [B] tokens; slots that no row needs any more are given back."""
+        least = int(removed.min())
+        slot = torch.arange(self.size - least, device=removed.device) - (removed - least)[:, None]
+        return GrowingTail(take(self.values, slot.clamp(min=0)))
+
+
+def _widened(values: Tensor, size: int) -> Tensor:
+    """Tokens [B, N, ...] with unused slots before them, [B, size, ...]."""
+    unused = values.new_zeros(values.shape[0], size - values.shape[1], *values.shape[2:])
+    return torch.cat((unused, values), dim=1)
+
+
+def _last(extended: Tensor, ends: Tensor | None, count: int) -> Tensor:
+    """The `count` tokens before `ends` [B] in every row; None is the rows' end."""
+    if ends is None:
         return extended[:, extended.shape[1] - count :]
-    return take(extended, lengths[:, None] + torch.arange(count, device=extended.device))
+    slot = (ends - count)[:, None] + torch.arange(count, device=extended.device)
+    return take(extended, slot.clamp(min=0))

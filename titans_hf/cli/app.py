@@ -15,6 +15,7 @@ from ..hub.loading import CommandError
 from .card import card
 from .chat import chat
 from .eval import evaluate, table
+from .graft import graft
 from .info import info
 from .memory import ask, remember
 from .probe import probe
@@ -86,6 +87,7 @@ def titans(
 
     \b
     titans info titans-mac-340m
+    titans graft path/to/llama --out runs/graft --window 256
     titans remember book.txt --model runs/demo --out book.safetensors
     titans ask --memory book.safetensors "What is a class?"
     titans chat --model runs/demo --memory talk.safetensors
@@ -97,7 +99,7 @@ def titans(
         typer.echo(context.get_help())
 
 
-for command in (info, remember, ask, chat, surprise, probe, study, studio, table, card, push):
+for command in (info, graft, remember, ask, chat, surprise, probe, study, studio, table, card, push):
     app.command()(command)
 app.command("eval")(evaluate)  # the word is Python's
 

@@ -24,8 +24,8 @@ def info(
     """Describe a preset or the folder of a model.
 
     Tells its parameters, the bytes of its memory and of its cache, and which kernels would run. No weights are created
-    or loaded. The cache, which never grows, is compared with the keys and values that full attention of the same
-    layers, heads and precision would keep.
+    or loaded. The cache, which grows only where layers have full attention, is compared with the keys and values that
+    full attention in every layer, with the same heads and precision, would keep.
 
     \b
     titans info titans-mac-340m
@@ -55,12 +55,15 @@ def find_config(name: str) -> "TitansConfig":
 def in_words(facts: dict) -> list[str]:
     """The figures as text."""
     count, memory, kernels = facts["parameters"], facts["memory_state_bytes"], facts["kernels"]
+    growth = facts["cache_bytes_per_token"]
     rows = {
         "model": f"{facts['name']}: Titans {facts['variant']}, {facts['layers']} layers, width {facts['hidden_size']}, "
         f"vocabulary {facts['vocabulary']:,}, {facts['dtype']}",
+        **layer_rows(facts),
         "parameters": f"{count['all']:,}; {count['without_embeddings']:,} without embeddings",
         "memory": f"{size(memory['all'])} per sequence, weights and momentum; {size(memory['per_layer'])} per layer",
-        "cache": f"{size(facts['cache_bytes'])} per sequence, memory included, after any number of tokens",
+        "cache": f"{size(facts['cache_bytes'])} per sequence, memory included, "
+        + (f"and {size(growth)} for every token read" if growth else "after any number of tokens"),
         "its parts": ", ".join(f"{name} {size(count)}" for name, count in facts["cache_parts"].items()),
         "with rewinding": f"{size(facts['cache_bytes_with_rewind'])}, where tokens may be cropped",
     }
@@ -71,3 +74,13 @@ def in_words(facts: dict) -> list[str]:
         rows["on a GPU"] = f"{kernels['on_a_gpu']} ({kernels['why_there']})"
     width = max(map(len, rows)) + 2
     return [f"{name:<{width}}{value}" for name, value in rows.items()]
+
+
+def layer_rows(facts: dict) -> dict[str, str]:
+    """What layers differ in, if they do."""
+    rows, layers, full = {}, facts["memory_layers"], facts["full_attention_layers"]
+    if len(layers) < facts["layers"]:
+        rows["memory in"] = f"layers {', '.join(map(str, layers)) or 'none'} of 0 to {facts['layers'] - 1}"
+    if full:
+        rows["full attention in"] = f"layers {', '.join(map(str, full))}, whose part of the cache grows"
+    return rows

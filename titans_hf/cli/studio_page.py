@@ -175,10 +175,12 @@ class Studio:
     def about(self) -> str:
         """The model in one line."""
         config = self.model.config
+        count = len([layer for layer in self.model.base_model.layers if layer.memory is not None])
+        some = "" if count == config.num_hidden_layers else f", {count} of them"
         parts = (
             f"`{Path(self.model.name_or_path).name or 'a model'}`",
             f"variant {config.variant}",
-            f"{config.num_hidden_layers} layers with {config.memory_num_heads} memory heads each",
+            f"{config.num_hidden_layers} layers{some} with {config.memory_num_heads} memory heads each",
             f"{self.model.num_parameters():,} parameters",
         )
         return ", ".join(parts)

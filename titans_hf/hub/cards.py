@@ -248,10 +248,17 @@ def titans_rows(config: "TitansConfig", facts: dict) -> list[tuple[str, str]]:
         "persistent tokens": str(config.num_persistent_tokens),
         "memory": f"{config.memory_num_heads} heads of width {config.head_dim}, MLPs of {config.memory_depth} layers, "
         f"expansion {config.memory_expansion}, chunks of {config.memory_chunk_size} tokens",
+        **layer_rows(config),
         "vocabulary": f"{config.vocab_size:,}",
         "precision": facts["dtype"],
     }
     return list(rows.items())
+
+
+def layer_rows(config: "TitansConfig") -> dict[str, str]:
+    """Which layers have a memory and which full attention, where not all are alike."""
+    lists = {"layers with a memory": config.memory_layers, "layers with full attention": config.full_attention_layers}
+    return {name: ", ".join(map(str, layers)) or "none" for name, layers in lists.items() if layers is not None}
 
 
 def baseline_rows(model: Model) -> list[tuple[str, str]]:
@@ -284,12 +291,17 @@ def memory_rows(facts: dict) -> list[tuple[str, str]]:
     memory = facts["memory_state_bytes"]
     rows = [
         ("memory", f"{size(memory['all'])} per sequence, weights and momentum; {size(memory['per_layer'])} per layer"),
-        ("cache", f"{size(facts['cache_bytes'])} per sequence, memory included; it never grows"),
+        ("cache", f"{size(facts['cache_bytes'])} per sequence, memory included; {growth_of(facts)}"),
     ]
     for name, full in facts["full_attention_cache_bytes"].items():
         ratio = f"{size(full['bytes'])} in full attention of the same layers and heads: {full['ratio']:,.2f} times it"
         rows.append((f"at {name} tokens", ratio))
     return rows
+
+
+def growth_of(facts: dict) -> str:
+    grown = facts["cache_bytes_per_token"]
+    return f"full attention adds {size(grown)} for every token" if grown else "it never grows"
 
 
 def paper_recipe(name: str) -> dict:

@@ -1,6 +1,7 @@
 """What a model is and needs, from its configuration alone: no weights are created or loaded."""
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .loading import Dtype
@@ -15,6 +16,7 @@ CONTEXTS = {"4K": 2**12, "128K": 2**17, "2M": 2**21}
 CAUSAL = "TitansForCausalLM"
 ARCHITECTURES = (CAUSAL, "TitansForSequenceClassification", "TitansModel")
 TRITON, TORCH = "Triton kernels", "chunk form in torch"
+NO_MEMORY = {"here": "none", "why": "no layer has a memory"}
 
 
 def find_dtype(config: "TitansConfig", asked: Dtype) -> "torch.dtype":
@@ -28,26 +30,32 @@ def find_dtype(config: "TitansConfig", asked: Dtype) -> "torch.dtype":
 
 def describe(config: "TitansConfig", dtype: "torch.dtype") -> dict:
     """The figures of `titans info`."""
-    layers = config.num_hidden_layers
-    first, last = read_one_token(config, dtype)
-    cache, rewinding = (cache_bytes(layers, *pair) for pair in ((first, last), read_one_token(config, dtype, True)))
-    memory = sum(x.nbytes for x in (*last.carry.memory.weights, *last.carry.memory.momentum))
-    keys = 2 * layers * config.num_key_value_heads * config.head_dim * dtype.itemsize  # and values, of one token
+    layers, kinds = config.num_hidden_layers, read_one_token(config, dtype)
+    cache, rewinding = cache_bytes(kinds), cache_bytes(read_one_token(config, dtype, rewind=True))
+    remembering = [kind for kind in kinds if kind.layer.carry.own is not None]
+    memories = sum(kind.count for kind in remembering)
+    memory = remembering[0].layer.carry.parts()["memory"] if remembering else 0
+    token = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize  # a layer's keys and values of one token
+    growth, keys = token * len(config.full_attention_layers or ()), token * layers
     return {
         "variant": config.variant,
         "dtype": str(dtype).removeprefix("torch."),
         "layers": layers,
+        "memory_layers": [layer for layer in range(layers) if config.has_memory(layer)],
+        "full_attention_layers": list(config.full_attention_layers or ()),
         "hidden_size": config.hidden_size,
         "vocabulary": config.vocab_size,
         "parameters": count_all(config),
-        "memory_state_bytes": {"per_layer": memory, "all": memory * layers},
+        "memory_state_bytes": {"per_layer": memory, "all": memory * memories},
         "cache_bytes": cache,
-        "cache_parts": cache_parts(layers, first, last),
+        "cache_bytes_per_token": growth,
+        "cache_parts": cache_parts(kinds),
         "cache_bytes_with_rewind": rewinding,
         "full_attention_cache_bytes": {
-            name: {"bytes": keys * tokens, "ratio": keys * tokens / cache} for name, tokens in CONTEXTS.items()
+            name: {"bytes": keys * tokens, "ratio": keys * tokens / (cache + growth * tokens)}
+            for name, tokens in CONTEXTS.items()
         },
-        "kernels": choose_kernels(config, last),
+        "kernels": choose_kernels(config, remembering[0].layer) if remembering else NO_MEMORY,
     }
 
 
@@ -61,36 +69,63 @@ def count_all(config: "TitansConfig") -> dict[str, int]:
     return {"all": sizes.parameters, "without_embeddings": sizes.without_embeddings}
 
 
-def read_one_token(
-    config: "TitansConfig", dtype: "torch.dtype", rewind: bool = False
-) -> tuple["TitansCacheLayer", "TitansCacheLayer"]:
-    """The cache of the first and of the last block after a token: all blocks but the last hold the same."""
+@dataclass
+class Kind:
+    """Blocks whose caches hold the same: one of them, and how many they are."""
+
+    layer: "TitansCacheLayer"
+    count: int
+
+
+def read_one_token(config: "TitansConfig", dtype: "torch.dtype", rewind: bool = False) -> list[Kind]:
+    """The cache of one block of each kind after a token. The last block, which also keeps outputs, is its own kind."""
     import torch
 
     from ..cache_titans import TitansCache
     from ..records.sizes import empty_model
 
-    config = copy.deepcopy(config)
-    config.num_hidden_layers = min(2, config.num_hidden_layers)
+    last, kinds = config.num_hidden_layers - 1, {}
+    for layer in range(last):
+        kinds.setdefault((config.has_memory(layer), config.window_of(layer)), []).append(layer)
+    alike = [*kinds.values(), [last]]
+    config = only_layers(config, [layers[0] for layers in alike])
     config.memory_implementation = "torch"  # supports every shape, with the same cache
     cache = TitansCache(config, rewind)
     with torch.no_grad():
         token = torch.zeros(1, 1, dtype=torch.long, device="meta")
         empty_model(config).eval().to(dtype)(input_ids=token, past_key_values=cache)
-    return cache.layers[0], cache.layers[-1]
+    return [Kind(layer, len(layers)) for layer, layers in zip(cache.layers, alike)]
 
 
-def cache_bytes(layers: int, first: "TitansCacheLayer", last: "TitansCacheLayer") -> int:
-    """The bytes of a cache with that many blocks."""
-    one, final = (sum(x.nbytes for x in layer.tensors()) for layer in (first, last))
-    return (layers - 1) * one + final
+def only_layers(config: "TitansConfig", layers: list[int]) -> "TitansConfig":
+    """A copy of the configuration for a model that has just these layers."""
+    from ..configuration_titans import LAYER_LISTS
+
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = len(layers)
+    for field in LAYER_LISTS:
+        own = getattr(config, field)
+        if own is not None:
+            setattr(config, field, [place for place, layer in enumerate(layers) if layer in own])
+    return config
 
 
-def cache_parts(layers: int, first: "TitansCacheLayer", last: "TitansCacheLayer") -> dict[str, int]:
+def cache_bytes(kinds: list[Kind]) -> int:
+    """The bytes of a cache, without those that grow with every token."""
+    from ..carry_titans import GROWING
+
+    return sum(
+        kind.count * (sum(x.nbytes for x in kind.layer.tensors()) - kind.layer.carry.parts()[GROWING]) for kind in kinds
+    )
+
+
+def cache_parts(kinds: list[Kind]) -> dict[str, int]:
     """The same by part, without the few bytes that count tokens."""
-    one, final = first.carry.parts(), last.carry.parts()
-    parts = {name: (layers - 1) * one[name] + final[name] for name in one}
-    return {name: count for name, count in parts.items() if count}
+    from ..carry_titans import GROWING
+
+    parts = [(kind.count, kind.layer.carry.parts()) for kind in kinds]
+    sums = {name: sum(count * own[name] for count, own in parts) for name in parts[0][1]}
+    return {name: count for name, count in sums.items() if count and name != GROWING}
 
 
 def choose_kernels(config: "TitansConfig", layer: "TitansCacheLayer") -> dict[str, str]:

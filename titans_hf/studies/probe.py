@@ -132,12 +132,12 @@ def _median_of_heads(relative: Tensor) -> float:
 
 def _read(model: PreTrainedModel, ids: Tensor):
     """Keys and values [T, H, D] of every layer, and what its memory carries after the text."""
-    memories = [layer.mixer.memory for layer in model.base_model.layers]
+    memories = [layer.memory for layer in model.base_model.layers if layer.memory is not None]
     cache = TitansCache(model.config, rewind=False)
     with torch.no_grad(), _written(memories) as records:
         model.base_model(ids[None], past_key_values=cache, use_cache=True)
     keys, values = ([torch.cat(parts) for parts in xs] for xs in zip(*(zip(*parts) for parts in records)))
-    return keys, values, [layer.carry.own for layer in cache.layers]
+    return keys, values, [layer.carry.own for layer in cache.layers if layer.carry.own is not None]
 
 
 @contextmanager

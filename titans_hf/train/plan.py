@@ -101,7 +101,8 @@ def memory_flops(config: PreTrainedConfig) -> int:
     delta = written_by_delta(C, layers, to_start) if config.memory_write == "delta" else 0
     if to_start:
         forward, backward = forward + M, backward + 3 * M
-    return 2 * config.num_hidden_layers * config.memory_num_heads * (forward + backward + retrieval + delta)
+    count = sum(map(config.has_memory, range(config.num_hidden_layers)))
+    return 2 * count * config.memory_num_heads * (forward + backward + retrieval + delta)
 
 
 def written_by_delta(C: int, layers: list[tuple[int, int]], to_start: bool) -> int:
@@ -127,8 +128,8 @@ def attention_flops(config: PreTrainedConfig, length: int, half: bool) -> int:
     """Scores and weighted values, per token of all layers, three times for forward and backward.
 
     A MAC token attends to P + 2 segments of keys. A MAG or MAL token of a row longer than its window attends to P keys
-    and three blocks of half a window; the prefix's scores take further channels (`SlidingAttention._lay_out`). A Llama
-    token attends to all keys of its row.
+    and three blocks of half a window, or in a layer with full attention to P keys and all of its row; the prefix's
+    scores take further channels (`SlidingAttention._lay_out`). A Llama token attends to all keys of its row.
     """
     if mixer_of(config) == "lmm":
         return 0
@@ -138,15 +139,16 @@ def attention_flops(config: PreTrainedConfig, length: int, half: bool) -> int:
     if config.variant == "mac":
         work = (P + 2 * min(config.segment_size, length)) * 2 * D
     else:
-        W = config.sliding_window
-        keys = P + (length if length <= W else 3 * ((W + 1) // 2))
+        W, full = config.sliding_window, len(config.full_attention_layers or ()) / config.num_hidden_layers
+        inside = length if length <= W else 3 * ((W + 1) // 2)
+        keys = P + full * length + (1 - full) * inside
         if P == 0:
             work = keys * 2 * D
         elif half:
             work = keys * 3 * D
         else:
             work = keys * 2 * (D + P) + P * D
-    return 2 * 3 * config.num_hidden_layers * config.num_attention_heads * work
+    return round(2 * 3 * config.num_hidden_layers * config.num_attention_heads * work)
 
 
 def training_flops(model: PreTrainedModel, length: int, half: bool = True) -> Flops:
