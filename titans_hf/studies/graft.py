@@ -68,7 +68,7 @@ def closed(nats: dict[str, list[float]], tokens: int, window: int) -> float:
     if not after:
         raise ValueError(f"--tokens: {tokens:,} tokens do not reach far enough beyond the window of {window:,}")
     full, alone, graft = (mean(nats[name][i] for i in after) for name in ("full attention", "window alone", "graft"))
-    return (alone - graft) / (alone - full)
+    return (alone - graft) / (alone - full) if alone != graft else 0.0
 
 
 def table(nats: dict[str, list[float]], tokens: int) -> list[dict]:
