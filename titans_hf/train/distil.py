@@ -52,7 +52,8 @@ def load_teacher(recipe: Recipe) -> PreTrainedModel:
     longest, length = config.max_position_embeddings, recipe.data.sequence_length
     if length > longest:
         raise ValueError(f"`data.sequence_length` ({length:,}) is more than the {longest:,} positions of {name}")
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval().requires_grad_(False)
+    dtype = torch.bfloat16 if recipe.training.precision == "bf16" else torch.float32
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval().requires_grad_(False)
 
 
 def add_lora(model: PreTrainedModel, rank: int) -> None:
