@@ -241,6 +241,10 @@ def check_equal(source: PreTrainedModel, student: TitansForCausalLM) -> float:
 
 def load_source_config(name: str, gguf_file: str | None = None) -> PreTrainedConfig:
     """The configuration of a folder or of a model on the Hub; one that cannot be grafted is refused."""
+    if os.path.isfile(name):
+        raise ValueError(f"{name} is a file: pass its folder, and --gguf-file {os.path.basename(name)} for a GGUF file")
+    if os.path.isabs(name) and not os.path.isdir(name):
+        raise ValueError(f"there is no folder {name}")
     config = AutoConfig.from_pretrained(name, trust_remote_code=False, **_gguf(gguf_file))
     check_source(config)
     if gguf_file is None and getattr(config, "quantization_config", None) is not None:
