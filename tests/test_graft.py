@@ -299,13 +299,19 @@ def test_a_copy_that_is_not_the_source_is_noticed():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_graft_has_the_dtype_of_its_source_and_a_precise_memory(dtype):
+def test_a_graft_has_the_dtype_of_its_source_and_a_precise_memory(dtype, tmp_path):
     source = source_of("llama").to(dtype)
     student = graft_of(source)
     assert student.dtype == dtype
     kept = {x.dtype for name, x in student.named_parameters() if ".memory.start." in name}
     assert kept == {torch.promote_types(dtype, torch.float32)}
     assert largest_difference(source, student) < (0.05 if dtype == torch.bfloat16 else 1e-5)
+    student.save_pretrained(tmp_path)
+    loaded = TitansForCausalLM.from_pretrained(tmp_path)
+    assert {name: x.dtype for name, x in loaded.named_parameters()} == {
+        name: x.dtype for name, x in student.named_parameters()
+    }
+    assert largest_difference(student, loaded.eval()) == 0
 
 
 # The command

@@ -196,10 +196,12 @@ def source_parts(source: PreTrainedConfig) -> dict[str, bool]:
 
 def graft_model(source: PreTrainedModel, config: TitansConfig) -> TitansForCausalLM:
     """The source's weights in a Titans model of that configuration, with silent memories, in the source's dtype."""
-    student = TitansForCausalLM(config).to(source.dtype)
+    student = TitansForCausalLM(config)
+    for name, parameter in student.named_parameters():  # not the buffers: rotary frequencies stay precise
+        precise = torch.promote_types(source.dtype, torch.float32)
+        parameter.data = parameter.data.to(precise if ".memory.start." in name else source.dtype)
     for layer in student.model.layers:
         if layer.memory is not None:
-            layer.memory.start.to(torch.promote_types(source.dtype, torch.float32))
             nn.init.zeros_(layer.memory.out_proj.weight)
     copy_weights(source, student)
     student.generation_config = copy.deepcopy(source.generation_config)
