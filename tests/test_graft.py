@@ -74,6 +74,9 @@ SOURCES = {
     ),
     "qwen3": lambda: Qwen3Config(**SIZES, **HEAD),
     "qwen3, biases, tied": lambda: Qwen3Config(**SIZES, **HEAD, attention_bias=True, tie_word_embeddings=True),
+    "smollm3, own windows": lambda: SmolLM3Config(
+        **SIZES, no_rope_layers=[1, 0, 1, 1, 0], use_sliding_window=True, sliding_window=WINDOW + 2
+    ),
     "smollm3": lambda: SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1, 1, 0], attention_bias=True),
 }
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
@@ -160,12 +163,15 @@ def test_beyond_the_window_a_graft_is_its_source_under_a_mask(name, variant):
             assert_same(read(student, ids, pieces)[0], expected)
 
 
-@pytest.mark.parametrize("name", ["mistral, own window"])
+@pytest.mark.parametrize(
+    "name, full", [("mistral, own window", []), ("qwen2, own windows", [0, 1]), ("smollm3, own windows", [0, 2, 3])]
+)
 @both
-def test_a_source_with_a_window_of_its_own_is_followed_to_any_length(name, variant):
+def test_a_source_with_windows_of_its_own_is_followed_to_any_length(name, full, variant):
+    """Where its layers with full attention keep it."""
     source, ids = source_of(name), ids_of(2, 3 * WINDOW + 4)
-    student = graft_of(source, variant, window=None)
-    assert student.config.sliding_window == WINDOW
+    student = graft_of(source, variant, window=None, full_attention_layers=full)
+    assert student.config.sliding_window == source.config.sliding_window
     with torch.no_grad():
         assert_same(student(ids).logits, source(ids).logits)
 
@@ -293,13 +299,19 @@ def test_a_copy_that_is_not_the_source_is_noticed():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_graft_has_the_dtype_of_its_source_and_a_precise_memory(dtype):
+def test_a_graft_has_the_dtype_of_its_source_and_a_precise_memory(dtype, tmp_path):
     source = source_of("llama").to(dtype)
     student = graft_of(source)
     assert student.dtype == dtype
     kept = {x.dtype for name, x in student.named_parameters() if ".memory.start." in name}
     assert kept == {torch.promote_types(dtype, torch.float32)}
     assert largest_difference(source, student) < (0.05 if dtype == torch.bfloat16 else 1e-5)
+    student.save_pretrained(tmp_path)
+    loaded = TitansForCausalLM.from_pretrained(tmp_path)
+    assert {name: x.dtype for name, x in loaded.named_parameters()} == {
+        name: x.dtype for name, x in student.named_parameters()
+    }
+    assert largest_difference(student, loaded.eval()) == 0
 
 
 # The command
@@ -409,6 +421,16 @@ def test_a_folder_that_holds_something_is_left_alone(chat_source, tmp_path):
     assert "exists and is not an empty folder" in run("graft", chat_source, "--out", tmp_path, code=1).stderr
     assert "there is no folder" in run("graft", chat_source, "--out", tmp_path / "a" / "b", code=1).stderr
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_source_that_is_not_there_is_named(tmp_path):
+    for source, message in (
+        (tmp_path / "none", "there is no folder"),
+        (tmp_path / "model.gguf", "is a file: pass its folder, and --gguf-file model.gguf"),
+    ):
+        (tmp_path / "model.gguf").touch()
+        assert message in run("graft", source, "--out", tmp_path / "out", code=1).stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_family_on_the_command_line_is_refused(tmp_path):

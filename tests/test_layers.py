@@ -9,6 +9,7 @@ from titans_hf import TitansCache, TitansConfig, TitansForCausalLM
 from titans_hf.cache_titans import REWIND
 from titans_hf.evals.model import put_back
 from titans_hf.hub.describe import describe, only_layers
+from titans_hf.train.plan import attention_flops, memory_flops
 
 EXACT = TOLERANCE[torch.float64]
 MIXED = {
@@ -311,6 +312,17 @@ def test_some_layers_make_a_configuration_of_their_own():
     small = only_layers(config, [3, 4])
     assert (small.num_hidden_layers, small.memory_layers, small.full_attention_layers) == (2, [1], [0])
     assert config.memory_layers == [1, 4]
+
+
+def test_a_plan_counts_layer_by_layer():
+    config = tiny_config("mag", sliding_window=64)
+    wide, full = (attention_flops(x, 64, half=True) for x in (config, only_full(tiny_config("mag", sliding_window=8))))
+    assert wide == full > attention_flops(tiny_config("mag", sliding_window=8), 64, half=True)
+    assert 2 * memory_flops(tiny_config("mag", memory_layers=[1])) == memory_flops(config)
+
+
+def only_full(config: TitansConfig) -> TitansConfig:
+    return TitansConfig.from_dict({**config.to_dict(), "full_attention_layers": [0, 1]})
 
 
 @pytest.mark.parametrize("field", ["memory_layers", "full_attention_layers", "rotary_layers"])

@@ -196,10 +196,12 @@ def source_parts(source: PreTrainedConfig) -> dict[str, bool]:
 
 def graft_model(source: PreTrainedModel, config: TitansConfig) -> TitansForCausalLM:
     """The source's weights in a Titans model of that configuration, with silent memories, in the source's dtype."""
-    student = TitansForCausalLM(config).to(source.dtype)
+    student = TitansForCausalLM(config)
+    for name, parameter in student.named_parameters():  # not the buffers: rotary frequencies stay precise
+        precise = torch.promote_types(source.dtype, torch.float32)
+        parameter.data = parameter.data.to(precise if ".memory.start." in name else source.dtype)
     for layer in student.model.layers:
         if layer.memory is not None:
-            layer.memory.start.to(torch.promote_types(source.dtype, torch.float32))
             nn.init.zeros_(layer.memory.out_proj.weight)
     copy_weights(source, student)
     student.generation_config = copy.deepcopy(source.generation_config)
@@ -241,6 +243,10 @@ def check_equal(source: PreTrainedModel, student: TitansForCausalLM) -> float:
 
 def load_source_config(name: str, gguf_file: str | None = None) -> PreTrainedConfig:
     """The configuration of a folder or of a model on the Hub; one that cannot be grafted is refused."""
+    if os.path.isfile(name):
+        raise ValueError(f"{name} is a file: pass its folder, and --gguf-file {os.path.basename(name)} for a GGUF file")
+    if os.path.isabs(name) and not os.path.isdir(name):
+        raise ValueError(f"there is no folder {name}")
     config = AutoConfig.from_pretrained(name, trust_remote_code=False, **_gguf(gguf_file))
     check_source(config)
     if gguf_file is None and getattr(config, "quantization_config", None) is not None:

@@ -47,9 +47,9 @@ def state_bytes(model: PreTrainedModel) -> int | None:
     """Bytes that the model carries per sequence beside windows and convolutions, in float32; None for attention."""
     config = model.config
     if config.model_type == "titans":
-        start = model.base_model.layers[0].mixer.memory.start
+        starts = [layer.memory.start for layer in model.base_model.layers if layer.memory is not None]
         copies = 2 if config.memory_momentum else 1
-        return 4 * copies * config.num_hidden_layers * sum(W.numel() for W in start.weights)
+        return 4 * copies * sum(W.numel() for start in starts for W in start.weights)
     if config.model_type == "qwen3_next":
         heads, key, value = (
             getattr(config, f"linear_{name}") for name in ("num_value_heads", "key_head_dim", "value_head_dim")
