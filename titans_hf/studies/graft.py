@@ -95,15 +95,16 @@ def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="folder or Hub name of the model that was grafted from")
     parser.add_argument("graft", type=Path, help="folder of the graft, tuned or not")
+    parser.add_argument("--gguf-file", metavar="NAME", help="the source's file, if it is GGUF")
     parser.add_argument("--texts", required=True, metavar="GLOB", help="text files that neither was tuned on")
     parser.add_argument("--tokens", type=int, default=4096, help="of a text")
     parser.add_argument("--count", type=int, default=8, help="texts to read")
     parser.add_argument("--record", type=Path, help="write <record>.json and <record>.png")
     args = parser.parse_args(argv)
     tokenizer = AutoTokenizer.from_pretrained(args.graft)
-    source, graft = (
-        AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32).eval() for x in (args.source, args.graft)
-    )
+    gguf = {} if args.gguf_file is None else {"gguf_file": args.gguf_file}
+    source = AutoModelForCausalLM.from_pretrained(args.source, dtype=torch.float32, **gguf).eval()
+    graft = AutoModelForCausalLM.from_pretrained(args.graft, dtype=torch.float32).eval()
     if not isinstance(graft.config, TitansConfig):
         parser.error(f"{args.graft} is not a Titans model; make one with titans graft {args.source} --out DIR")
     texts, window = read_texts(args.texts, tokenizer, args.tokens, args.count), graft.config.sliding_window

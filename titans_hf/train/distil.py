@@ -41,9 +41,10 @@ def load_student(recipe: Recipe, checkpoint: Path | None = None) -> PreTrainedMo
 
 def load_teacher(recipe: Recipe) -> PreTrainedModel:
     """The teacher, frozen. A `ValueError` if it is not a model over the same tokens."""
-    name = recipe.distil.teacher
+    name, file = recipe.distil.teacher, recipe.distil.gguf_file
+    gguf = {} if file is None else {"gguf_file": file}
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, **gguf)
     except (OSError, ValueError) as error:
         raise ValueError(f"`distil.teacher`: cannot load {name!r}: {str(error).splitlines()[0]}") from error
     vocab_size = recipe.configuration().vocab_size
@@ -53,7 +54,7 @@ def load_teacher(recipe: Recipe) -> PreTrainedModel:
     if length > longest:
         raise ValueError(f"`data.sequence_length` ({length:,}) is more than the {longest:,} positions of {name}")
     dtype = torch.bfloat16 if recipe.training.precision == "bf16" else torch.float32
-    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval().requires_grad_(False)
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **gguf).eval().requires_grad_(False)
 
 
 def add_lora(model: PreTrainedModel, rank: int) -> None:

@@ -107,12 +107,14 @@ class DistilSection(ClosedSchema):
 
     Args:
         teacher: folder of that model, which reads all of a row with full attention.
+        gguf_file: the file in that folder, if it is GGUF.
         start: the first place of a row whose prediction counts; by default the student's window.
         hidden: weight of the distance between last hidden states, beside the divergence of predictions.
         lora_rank: of LoRA on attention's projections; 0 trains the memories alone.
     """
 
     teacher: str
+    gguf_file: str | None = None
     start: Annotated[int, Field(ge=0)] | None = None
     hidden: Annotated[Number, Field(ge=0)] = 0.0
     lora_rank: Annotated[int, Field(ge=0)] = 0
