@@ -3,7 +3,7 @@
 The surprise of a token is the memory's loss just before the token is written, `|M_{t-1}(k_t) - v_t|^2` (Eq. 12).
 `trace` runs the unchanged model and records through forward hooks.
 
-Axis letters: B batch, L layers of the model, H memory heads, T tokens, D head width, n tokens of one chunk.
+Axis letters: B batch, L layers with a memory, H memory heads, T tokens, D head width, n tokens of one chunk.
 """
 
 import os
