@@ -152,7 +152,7 @@ def test_the_study_compares_with_full_attention_and_the_window(source, tmp_path,
     assert nats["graft"][1:] == nats["another's memory"][1:], "and the other text has left the window"
     assert nats["graft"] != nats["full attention"]
     assert found["closed"] == 0
-    assert "closes 0 % of the gap" in capsys.readouterr().out
+    assert "the graft closes 0 % of the gap" in capsys.readouterr().out
     assert json.loads(record.with_suffix(".json").read_text())["window"] == WINDOW
     assert record.with_suffix(".png").stat().st_size > 10_000
     halfway = {**nats, "graft": [(x + y) / 2 for x, y in zip(nats["window alone"], nats["full attention"])]}
