@@ -148,7 +148,7 @@ def gradient_under_wild_gates(**fields) -> float:
 
 
 def test_a_short_momentum_bounds_the_gradients_of_training():
-    assert gradient_under_wild_gates() < 10
+    assert gradient_under_wild_gates() < 100
     assert gradient_under_wild_gates(memory_eta_max=0.999, memory_hidden_step=0.1) > 1e3, "or the test cannot fail"
 
 

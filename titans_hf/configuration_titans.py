@@ -134,7 +134,7 @@ class TitansConfig(PreTrainedConfig):
     memory_eta_max: float | int = 0.9
     memory_write: str = "delta"
     memory_step: str = "normalised"
-    memory_hidden_step: float | int = 0.03
+    memory_hidden_step: float | int = 0.1
     memory_shared_keys: bool | None = None
     memory_value_limit: bool = True
     memory_norm_floor: float | int = 1.0

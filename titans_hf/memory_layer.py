@@ -62,8 +62,8 @@ class CausalConv(nn.Module):
     Queries start at their own token and, half as much, the one before. Keys start one token further back, values at
     their own token. Keys and queries have the same projection, or start with it, so the first thing written is already
     "this value came after that token", and a query finds it when that token returns: recall is learned many times
-    sooner. Values start as half of their own token and a random mixture of the last ones, another in every channel:
-    what is stored is then a few words rather than one.
+    sooner. Values start at half their size: at full size, 2 to 16 tokens of a hundred of ordinary text ran into the cap
+    on surprise.
     """
 
     def __init__(self, channels: int, width: int):
@@ -72,16 +72,14 @@ class CausalConv(nn.Module):
         self.reach = width - 1
 
     def start(self) -> Tensor:
-        """Weights to start from, [channels, reach + 1]; those of queries and keys with a little noise of their own."""
+        """Weights to start from, [channels, reach + 1], with a little noise so that channels differ."""
         channels, width = self.weight.shape
         taps = torch.zeros(3, width + 2)  # queries, keys, values; two columns further back than the convolution looks
         taps[0, -2:] = torch.tensor([0.5, 1.0])
         taps[1] = taps[0].roll(-1) if width > 1 else taps[0]
         taps[2, -1] = 0.5
-        noise = torch.tensor([0.4 * width**-0.5, 0.4 * width**-0.5, 1.0]).repeat_interleave(channels // 3)
-        return taps[:, -width:].repeat_interleave(channels // 3, 0) + noise[:, None] * (
-            torch.rand(channels, width) - 0.5
-        )
+        noise = torch.rand(channels, width) - 0.5
+        return taps[:, -width:].repeat_interleave(channels // 3, dim=0) + 0.4 * width**-0.5 * noise
 
     def forward(self, channels: int) -> Tensor:
         """Those of the first channels, [reach + 1, channels]. Offloading brings them in when the module is called."""
