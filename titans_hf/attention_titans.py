@@ -334,9 +334,7 @@ class SlidingAttention(TitansAttention):
         rotate_into(keys[:, P:], k, turn)
         if prefix is not None:
             rotate_into(keys[:, :P], prefix[0], last)
-            if (
-                self.rotates and rotary.attention_scaling != 1
-            ):  # which turned queries and keys have, and the prefix has not
+            if self.rotates and rotary.attention_scaling != 1:  # turned queries and keys have it, the prefix has not
                 keys[:, :P].div_(rotary.attention_scaling**2)
             v = torch.cat((prefix[1], v), dim=1)
         return self.attend(rotate(q, last), keys, v, self._see_prefix(mask, prefix))

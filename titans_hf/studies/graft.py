@@ -4,8 +4,9 @@
 
 The window alone is the graft with its memory never written. The figure is the share of the gap between the window and
 full attention that the memory closes, over the places whose window has overflowed. The control is the memory of
-another text: the graft has read that one, and reads the text without writing. What it closes, too, is not memory: a
-window alone has lost the first token, which pretrained attention leans on, and the branch learns to make up for that.
+another text: the graft has read that one, and reads the text without writing. What it closes, too, is not memory of
+this text: the branch may have learned to make up for something that a window always lacks, such as the first token,
+which pretrained attention leans on.
 """
 
 import argparse
