@@ -27,7 +27,7 @@ from titans_hf.train.recipe import load_recipe
 ROOT = Path(__file__).parent.parent
 
 HOME = ROOT / "model_cards"
-COMMITTED = sorted(path for path in HOME.glob("*.md") if path.name != "README.md")
+COMMITTED = sorted(path for path in HOME.glob("*.md") if path.name not in ("README.md", "RESULTS.md"))
 DATASETS = {"wikitext": "EleutherAI/wikitext_document_level, wikitext-2-raw-v1", "piqa": "baber/piqa"}
 DATASETS |= {"arc_easy": "allenai/ai2_arc, ARC-Easy", "arc_challenge": "allenai/ai2_arc, ARC-Challenge"}
 DATASETS |= {"boolq": "aps/super_glue, boolq", "niah_single_1": "RULER, books"}

@@ -25,6 +25,7 @@ PAGES = {
         "titans_hf/README.md",
         "scripts/README.md",
         "model_cards/README.md",
+        "model_cards/RESULTS.md",
         "kernels/README.md",
     )
 }
