@@ -25,7 +25,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from titans_hf import TitansCache, TitansForCausalLM
+from titans_hf import TitansCache, TitansConfig, TitansForCausalLM
 from titans_hf.cli.app import app
 from titans_hf.hub.graft import (
     check_equal,
@@ -78,6 +78,7 @@ SOURCES = {
         **SIZES, no_rope_layers=[1, 0, 1, 1, 0], use_sliding_window=True, sliding_window=WINDOW + 2
     ),
     "smollm3": lambda: SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1, 1, 0], attention_bias=True),
+    "smollm3, no positions": lambda: SmolLM3Config(**SIZES, no_rope_layers=[0] * LAYERS),
 }
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 every_source = pytest.mark.parametrize("name", SOURCES)
@@ -96,7 +97,7 @@ def source_of(name: str, seed: int = 0) -> PreTrainedModel:
 
 
 def graft_of(source: PreTrainedModel, variant: str = "mag", **options) -> TitansForCausalLM:
-    options = {"window": WINDOW, "memory_chunk_size": 4, **options}
+    options = {"window": WINDOW, "sinks": 0, "memory_chunk_size": 4, **options}
     return graft_model(source, graft_config(source.config, variant, **options))
 
 
@@ -105,12 +106,14 @@ def ids_of(batch: int, tokens: int, seed: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def windowed(source: PreTrainedModel, ids: Tensor, window: int = WINDOW, full: tuple[int, ...] = ()) -> Tensor:
-    """The source's logits where all layers but the full ones see a window, by a mask put into every attention."""
+def windowed(
+    source: PreTrainedModel, ids: Tensor, window: int = WINDOW, full: tuple[int, ...] = (), sinks: int = 0
+) -> Tensor:
+    """The source's logits where all layers but the full ones see a window and sinks, by a mask put into attention."""
     place = torch.arange(ids.shape[1])
     distance = place[:, None] - place
-    layers = range(source.config.num_hidden_layers)
-    masks = [(distance >= 0) & (distance < (ids.shape[1] if i in full else window)) for i in layers]
+    near = [distance < (ids.shape[1] if i in full else window) for i in range(source.config.num_hidden_layers)]
+    masks = [(distance >= 0) & (seen | (place < sinks)) for seen in near]
     hooks = []
     for layer, visible in zip(source.model.layers, masks, strict=True):
         mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
@@ -187,6 +190,43 @@ def test_layers_that_keep_full_attention_see_everything(name, variant, full):
         assert_same(student(ids, use_cache=False).logits, expected)
     for pieces in ([5, 19, 1, 12], [1] * 37):
         assert_same(read(student, ids, pieces)[0], expected)
+
+
+@pytest.mark.parametrize("sinks", [1, 3, WINDOW])
+@both
+def test_sinks_stay_visible_beyond_the_window(variant, sinks):
+    """Without rotary positions, where a sink's distance does not count, the graft is its source under a mask."""
+    source, ids = source_of("smollm3, no positions"), ids_of(2, 3 * WINDOW + 4)
+    student, expected = graft_of(source, variant, sinks=sinks), windowed(source, ids, sinks=sinks)
+    assert (windowed(source, ids) - expected).abs().max() > 0.01, "sinks must matter"
+    with torch.no_grad():
+        assert_same(student(ids, use_cache=False).logits, expected)
+    for pieces in ([5, 19, 1, 12], [1] * 37):
+        assert_same(read(student, ids, pieces)[0], expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, yarn", "qwen3"])
+@both
+def test_the_sink_of_the_first_token_beyond_the_window_is_where_it_was(name, variant):
+    """One token after the window, a single sink's distance is still its own."""
+    source, ids = source_of(name), ids_of(2, WINDOW + 1)
+    student = graft_of(source, variant, sinks=1)
+    with torch.no_grad():
+        expected = source(ids).logits
+        assert_same(student(ids, use_cache=False).logits, expected)
+        for pieces in ([5, WINDOW - 4], [WINDOW, 1]):
+            assert_same(read(student, ids, pieces)[0], expected)
+
+
+def test_sinks_by_default_where_the_source_has_no_window():
+    assert graft_config(source_of("llama").config).attention_sinks == 4
+    assert graft_config(source_of("llama").config, window=3).attention_sinks == 3
+    assert graft_config(source_of("mistral, own window").config).attention_sinks == 0
+    assert graft_config(source_of("qwen2, own windows").config).attention_sinks == 0
+    with pytest.raises(ValueError, match=r"`attention_sinks` must be from 0 to `sliding_window` \(7\), got 8"):
+        graft_config(source_of("llama").config, window=7, sinks=8)
+    with pytest.raises(ValueError, match="`attention_sinks` is for mag and mal"):
+        TitansConfig(variant="lmm", attention_sinks=1)
 
 
 @every_family

@@ -17,6 +17,7 @@ MIXED = {
     "full attention first": dict(full_attention_layers=[0]),
     "all kinds": dict(memory_layers=[1, 3], full_attention_layers=[0, 1], rotary_layers=[0, 3]),
     "no memory": dict(memory_layers=[]),
+    "sinks": dict(attention_sinks=3, memory_layers=[1]),
     "as in a graft": dict(
         memory_layers=[1],
         full_attention_layers=[2],

@@ -18,9 +18,10 @@ from .configuration_titans import TitansConfig
 from .fast_paths import state_dtype, takes
 from .memory_layer import TitansRMSNorm
 from .rows import PackedRows, on_host
-from .tails import GrowingTail, Tail
+from .tails import GrowingTail, Head, Tail
 
 PIECE = 1024  # queries that full attention takes at a time
+SINKS = ("sink_keys", "sink_values")
 
 
 @dataclass
@@ -255,11 +256,15 @@ class SlidingAttention(TitansAttention):
 
     Keys are cached unrotated and rotated relative to the oldest visible key. The prefix is not rotated; its scores use
     the unrotated query, in channels of their own (`_lay_out`). A layer without rotary positions rotates nothing.
+
+    A row's first S tokens, its sinks, join the prefix when the window has left them behind, at fixed distances of W to
+    W + S - 1 tokens, however long the row is.
     """
 
     def __init__(self, config: TitansConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.window, self.rotates = config.window_of(layer_idx), config.has_rotary(layer_idx)
+        self.sinks = 0 if self.window is None else config.attention_sinks
 
     def empty_window(self, x: Tensor, rows: Rows) -> dict[str, Tail]:
         """What the cache holds of keys and values before a row's first token; `x` is of their dtype."""
@@ -268,28 +273,38 @@ class SlidingAttention(TitansAttention):
         slots = 0 if self.window is None else self.window - 1 + rows.spare
         empty = x.new_zeros(rows.batch_size, slots, self.config.num_key_value_heads, self.head_dim)
         tail = GrowingTail(empty) if self.window is None else Tail(empty)
-        return {"keys": tail, "values": tail}
+        return {"keys": tail, "values": tail, **self._no_sinks(empty)}
+
+    def _no_sinks(self, x: Tensor) -> dict[str, Head]:
+        """Empty slots for the sinks' keys and values, in the form of keys [B, K, H_kv, D]."""
+        head = Head(x.new_zeros(x.shape[0], self.sinks, *x.shape[2:]))
+        return dict.fromkeys(SINKS, head) if self.sinks else {}
 
     def forward(
         self,
         x: Tensor,
         prefix: tuple[Tensor, Tensor] | None,
-        tails: tuple[Tail, Tail] | None,
+        tails: dict[str, Tail],
         rows: Rows,
         rotary: TitansRotaryEmbedding,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None, dict[str, Tail]]:
-        """x [B, T, hidden], prefix keys and values [B, P, H_kv, D], tails of H_kv x D numbers of earlier tokens.
+        """x [B, T, hidden], prefix keys and values [B, P, H_kv, D], tails by the names of `empty_window`, if kept.
 
-        Returns the output [B, T, hidden], the weights [B, H, T, P + past + T] or None, and the window's new tails.
+        Returns the output [B, T, hidden], the weights [B, H, T, P + S + past + T] or None, and the new tails. Weights
+        of sinks are there as soon as any token may be beyond its window.
         """
         q = self.queries(x)
         k, v = self.keys_values(x)
+        sinks = self._sinks_after(k, v, tails, rows)
+        if sinks and rows.reach + x.shape[1] > self.window:
+            prefix = self._with_sinks(prefix, sinks, rows, rotary)
         window, past = {}, 0
-        if tails is not None:
-            past = tails[0].size if self.window is None else min(self.window - 1, rows.reach)
-            (k, keys), (v, values) = (tail.append(new, rows.lengths) for tail, new in zip(tails, (k, v), strict=True))
-            window = {"keys": keys, "values": values}
+        if "keys" in tails:
+            past = tails["keys"].size if self.window is None else min(self.window - 1, rows.reach)
+            k, keys = tails["keys"].append(k, rows.lengths)
+            v, values = tails["values"].append(v, rows.lengths)
+            window = {"keys": keys, "values": values, **sinks}
             k, v = (kept[:, kept.shape[1] - past - x.shape[1] :] for kept in (k, v))
         if self.config._attn_implementation == "flash_attention_2":
             out, weights = self._flash(q, k, v, past, rows, rotary)
@@ -303,6 +318,25 @@ class SlidingAttention(TitansAttention):
         else:
             out, weights = self._blocks(q, k, v, prefix, past, rows, rotary)
         return self.o_proj(out), weights if output_attentions else None, window
+
+    def _sinks_after(self, k: Tensor, v: Tensor, tails: dict[str, Tail], rows: Rows) -> dict[str, Head]:
+        """The sinks' keys and values after this pass."""
+        if not self.sinks:
+            return {}
+        before = tails if "keys" in tails else self._no_sinks(k)
+        return {name: before[name].filled(new, rows.seen, rows.lengths) for name, new in zip(SINKS, (k, v))}
+
+    def _with_sinks(self, prefix, sinks: dict[str, Head], rows: Rows, rotary: TitansRotaryEmbedding):
+        """The prefix with the sinks after it, whose keys are turned back by their distance from the query."""
+        k, v = (sinks[name].values for name in SINKS)
+        if self.rotates:
+            farthest = self.window + self.sinks - 1
+            places = torch.arange(self.sinks, device=k.device) - farthest
+            turn = rows.shared("sink rotation", lambda: rotary.at(k, places))
+            k = rotate(k, turn) * rotary.attention_scaling  # also that of the query, which is not turned
+        if prefix is None:
+            return k, v
+        return tuple(torch.cat(pair, dim=1) for pair in zip(prefix, (k, v), strict=True))
 
     def _turns(self, kind: str, positions: Tensor, q: Tensor, rows: Rows, rotary: TitansRotaryEmbedding):
         """Cosines and sines of the positions, which all layers share that have as many."""
@@ -321,7 +355,7 @@ class SlidingAttention(TitansAttention):
         positions = torch.arange(K, device=q.device)
         turn, mask = self._turns("dense", positions, q, rows, rotary), self._shared_mask(positions, past, rows)
         q, k, v = self._lay_out(q, k, v, (turn[0][past:], turn[1][past:]), turn, prefix)
-        return self.attend(q, k, v, self._see_prefix(mask, prefix), **kwargs)
+        return self.attend(q, k, v, self._see_prefix(mask, prefix, rows), **kwargs)
 
     def _one_token(self, q, k, v, prefix, past, rows, rotary):
         """A decoding step, without gradients. A prefix rotated by the one query's own angle gives unrotated scores."""
@@ -337,7 +371,7 @@ class SlidingAttention(TitansAttention):
             if self.rotates and rotary.attention_scaling != 1:  # turned queries and keys have it, the prefix has not
                 keys[:, :P].div_(rotary.attention_scaling**2)
             v = torch.cat((prefix[1], v), dim=1)
-        return self.attend(rotate(q, last), keys, v, self._see_prefix(mask, prefix))
+        return self.attend(rotate(q, last), keys, v, self._see_prefix(mask, prefix, rows))
 
     def _blocks(self, q, k, v, prefix, past, rows, rotary):
         """Queries in blocks of W / 2, each over its own and the two before it: linear in T, and positions below 2 W."""
@@ -354,7 +388,7 @@ class SlidingAttention(TitansAttention):
         if prefix is not None:
             prefix = tuple(x.repeat_interleave(blocks, dim=0) for x in prefix)
         q, k, v = self._lay_out(q.flatten(0, 1), k, v, (turn[0][2 * size :], turn[1][2 * size :]), turn, prefix)
-        out, weights = self.attend(q, k, v, self._see_prefix(mask, prefix))
+        out, weights = self.attend(q, k, v, self._see_prefix(mask, prefix, rows, blocks))
         return out.unflatten(0, (B, blocks)).flatten(1, 2)[:, :T], weights
 
     def _pieces(self, q, k, v, prefix, past, rows, rotary):
@@ -367,7 +401,7 @@ class SlidingAttention(TitansAttention):
             mask = self._window_mask(positions[queries], positions[keys], past, rows)
             turns = ([x[part] for x in turn] for part in (queries, keys))
             laid_out = self._lay_out(q[:, start:end], k[:, keys], v[:, keys], *turns, prefix)
-            outputs.append(self.attend(*laid_out, self._see_prefix(mask, prefix))[0])
+            outputs.append(self.attend(*laid_out, self._see_prefix(mask, prefix, rows))[0])
         return torch.cat(outputs, dim=1), None
 
     def _flash(self, q, k, v, past, rows, rotary):
@@ -415,8 +449,21 @@ class SlidingAttention(TitansAttention):
         keys = torch.cat((F.pad(keys, (self.head_dim, 0)), F.pad(turned_k, (0, q.shape[-1]))), dim=1)
         return torch.cat((turned_q, q), dim=-1), keys, v
 
-    def _see_prefix(self, mask: Tensor, prefix) -> Tensor:
-        return mask if prefix is None else F.pad(mask, (prefix[0].shape[1], 0), value=True)
+    def _see_prefix(self, mask: Tensor, prefix, rows: Rows, blocks: int | None = None) -> Tensor:
+        """The mask with columns for the prefix: persistent tokens are always visible, sinks beyond the window."""
+        if prefix is None:
+            return mask
+        persistent = self.config.num_persistent_tokens
+        if prefix[0].shape[1] > persistent:
+            left = rows.shared(f"sinks in {blocks} blocks", lambda: self._sinks_left(mask.shape[-2], rows, blocks))
+            mask = torch.cat((left, mask.expand(len(left), -1, -1, -1)), dim=-1)
+        return F.pad(mask, (persistent, 0), value=True)
+
+    def _sinks_left(self, queries: int, rows: Rows, blocks: int | None) -> Tensor:
+        """[B, 1, T, S], or [B blocks, 1, size, S]: whether the window has left a row's first tokens behind."""
+        places = rows.seen[:, None] + torch.arange(queries * (blocks or 1), device=rows.seen.device)
+        left = places[:, :, None] - torch.arange(self.sinks, device=places.device) >= self.window
+        return left.unflatten(1, (blocks or 1, queries)).flatten(0, 1)[:, None]
 
 
 class SegmentAttention(TitansAttention):

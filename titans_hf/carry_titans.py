@@ -197,7 +197,7 @@ class LayerCarry:
 
     def without_room(self) -> "LayerCarry":
         """The same carry, its tails without room to grow."""
-        return self._map(lambda memory: memory, lambda tail: Tail(tail.values), lambda x: x)
+        return self._map(lambda memory: memory, lambda tail: type(tail)(tail.values), lambda x: x)
 
     def _map(self, state: Callable, tail: Callable, fn: Callable) -> "LayerCarry":
         return LayerCarry(

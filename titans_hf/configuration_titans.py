@@ -48,6 +48,8 @@ class TitansConfig(PreTrainedConfig):
             alone.
         full_attention_layers: numbers, from 0, of the mag or mal layers whose attention has no window; by default none.
             Their part of the cache grows with every token.
+        attention_sinks: first tokens of a row that attention in mag and mal still sees when its window has left them
+            behind, as if they were just before it. What was pretrained with full attention leans on its first token.
         memory_num_heads: memory heads, each `head_dim` wide; by default as many as attention heads.
         memory_depth: layers of the memory MLP; 1 is the linear memory of Table 5.
         memory_expansion: width of the memory's hidden layers in units of `head_dim`.
@@ -158,6 +160,7 @@ class TitansConfig(PreTrainedConfig):
     memory_layer_norm: bool = True
     memory_layers: list[int] | None = None
     full_attention_layers: list[int] | None = None
+    attention_sinks: int = 0
 
     def __post_init__(self, **kwargs):
         if self.num_key_value_heads is None:
@@ -275,6 +278,7 @@ class TitansConfig(PreTrainedConfig):
                 "in the mac variant: choose a multiple"
             )
         self._check_layers()
+        self._check_sinks()
         self._check_ranges()
 
     def _check_layers(self) -> None:
@@ -292,6 +296,15 @@ class TitansConfig(PreTrainedConfig):
             raise ValueError(
                 f"`full_attention_layers` cannot have rotary positions of type {rope!r}, which are scaled for the "
                 "window: leave them out, or choose another `rope_type`"
+            )
+
+    def _check_sinks(self) -> None:
+        sinks = self.attention_sinks
+        if sinks and self.variant not in ("mag", "mal"):
+            raise ValueError(f"`attention_sinks` is for mag and mal, and `variant` is {self.variant!r}: leave it out")
+        if not 0 <= sinks <= self.sliding_window:
+            raise ValueError(
+                f"`attention_sinks` must be from 0 to `sliding_window` ({self.sliding_window}), got {sinks}"
             )
 
     def _check_ranges(self) -> None:
@@ -351,6 +364,7 @@ SHAPE = (  # gives a cache its shape
     "head_dim",
     "segment_size",
     "sliding_window",
+    "attention_sinks",
     "num_persistent_tokens",
     "memory_num_heads",
     "memory_depth",

@@ -130,7 +130,7 @@ class AttentionAlone(nn.Module):
         carry = rows.start(past, lambda: LayerCarry(None, window(), self._prefix(persistent, x, rows)))
         if past is not None and torch.is_grad_enabled():  # gradients of this pass, too, reach the persistent tokens
             carry = replace(carry, fixed=self._prefix(persistent, x, rows))
-        y, weights, tails = self.attention(x, _pair(carry.fixed), _window(carry), rows, rotary, output_attentions)
+        y, weights, tails = self.attention(x, _pair(carry.fixed), carry.tails, rows, rotary, output_attentions)
         return y, weights, replace(carry, tails=tails)
 
 
@@ -157,8 +157,7 @@ class MemoryAsGate(MemoryMixer):
         if past is not None and torch.is_grad_enabled():  # gradients of this pass, too, reach the persistent tokens
             carry = replace(carry, fixed=self._prefix(persistent, rows))
         m, carry = self._remember(x, carry, rows, read_only)
-        prefix, window = _pair(carry.fixed), _window(carry)
-        y, weights, window = self.attention(x, prefix, window, rows, rotary, output_attentions)
+        y, weights, window = self.attention(x, _pair(carry.fixed), carry.tails, rows, rotary, output_attentions)
         return self.combine(y, m), weights, replace(carry, tails=window)
 
 
@@ -187,8 +186,8 @@ class MemoryAsLayer(MemoryMixer):
     def forward(self, x, persistent, rows: Rows, past, rotary, read_only=False, output_attentions=False) -> Mixed:
         carry = rows.start(past, lambda: self.begin(persistent, rows))
         m, carry = self._remember(x, carry, rows, read_only)
-        prefix, window = _pair(carry.fixed), _window(carry)
-        y, weights, window = self.attention(self.norm(x + m), prefix, window, rows, rotary, output_attentions)
+        x, prefix = self.norm(x + m), _pair(carry.fixed)
+        y, weights, window = self.attention(x, prefix, carry.tails, rows, rotary, output_attentions)
         return m + y, weights, replace(carry, tails=window)
 
 
@@ -196,11 +195,6 @@ def _kept(keys_values: tuple[Tensor, Tensor], dtype: torch.dtype, batch_size: in
     """The prefix for a carry: one copy for each row of the batch, in the model's dtype whatever autocast chose."""
     rows = (x.to(dtype).expand(batch_size, -1, -1, -1) for x in keys_values)
     return dict(zip(PREFIX, rows, strict=True))
-
-
-def _window(carry: LayerCarry) -> tuple[Tail, Tail] | None:
-    """The keys and values of earlier tokens, if they are kept."""
-    return (carry.tails["keys"], carry.tails["values"]) if "keys" in carry.tails else None
 
 
 def _pair(fixed: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:

@@ -272,7 +272,8 @@ class TitansModel(TitansPreTrainedModel):
             output_attentions: with `attn_implementation="eager"`, return maps [B, H, T, columns]. The columns are
                 [persistent | past tokens in the window | T] in mag and mal, and [persistent | retrieved | segment], the
                 latter two by slot in the token's own segment, in mac, where no gradient reaches them. lmm has none. In
-                a layer with full attention the window is all that was read.
+                a layer with full attention the window is all that was read. Sinks that some token's window has left
+                behind come after the persistent tokens.
         """
         self._check_attention()
         given = self._check_input(input_ids, inputs_embeds)
@@ -423,10 +424,11 @@ class TitansModel(TitansPreTrainedModel):
         implementation, config = self.config._attn_implementation or "eager", self.config
         if config.variant == "lmm" or implementation in ("eager", "sdpa", "flex_attention"):
             return
-        if implementation != "flash_attention_2" or config.variant == "mac" or config.num_persistent_tokens:
+        prefix = config.num_persistent_tokens or config.attention_sinks
+        if implementation != "flash_attention_2" or config.variant == "mac" or prefix:
             raise ValueError(
                 f"`attn_implementation={implementation!r}` cannot express this model's mask: it works for mag and mal "
-                "with `num_persistent_tokens=0`. Use 'sdpa', 'eager' or 'flex_attention'."
+                "with `num_persistent_tokens=0` and `attention_sinks=0`. Use 'sdpa', 'eager' or 'flex_attention'."
             )
 
 

@@ -1,4 +1,4 @@
-"""The last tokens of every row, carried from call to call, and the rule by which carried buffers grow in place.
+"""The last tokens of every row, or the first, carried from call to call, and how such buffers grow in place.
 
 Axis letters: B batch, T new tokens.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .fast_paths import takes
-from .rows import compact, take, where_rows
+from .rows import compact, on_host, take, where_rows
 
 ROOM = 16  # tokens that can be appended before a tail has to move
 
@@ -155,6 +155,32 @@ class GrowingTail(Tail):
         least = int(removed.min())
         slot = torch.arange(self.size - least, device=removed.device) - (removed - least)[:, None]
         return GrowingTail(take(self.values, slot.clamp(min=0)))
+
+
+class Head(Tail):
+    """The first `size` tokens of every row, left-aligned: what comes later moves nothing.
+
+    A row that has read fewer has unused slots after them; cropping leaves slots that are filled again.
+    """
+
+    def select(self, rows: Tensor, other: Tail) -> Tail:
+        return Head(where_rows(rows, self.values, other.values))
+
+    def without_last(self, removed: Tensor) -> Tail:
+        return self
+
+    def compact(self) -> Tail:
+        return Head(compact(self.values))
+
+    def filled(self, new: Tensor, seen: Tensor, lengths: Tensor | None) -> "Head":
+        """The head after new tokens [B, T, ...] of rows that have read `seen` [B]; `lengths` as for `Tail.append`."""
+        read = on_host(seen)
+        if read is not None and min(read) >= self.size:
+            return self
+        slot = torch.arange(self.size, device=seen.device) - seen[:, None]  # [B, size], its place among the new tokens
+        is_new = (slot >= 0) & (slot < (new.shape[1] if lengths is None else lengths[:, None]))
+        found = take(new, slot.clamp(0, new.shape[1] - 1)).to(self.buffer.dtype)
+        return Head(torch.where(is_new.view(*is_new.shape, *[1] * (new.dim() - 2)), found, self.values))
 
 
 def _widened(values: Tensor, size: int) -> Tensor:

@@ -27,6 +27,12 @@ def graft(
         str | None,
         typer.Option("--full-attention-layers", metavar="0,1,...", help="Keep full attention there; left out, none."),
     ] = None,
+    sinks: Annotated[
+        int | None,
+        typer.Option(
+            "--sinks", min=0, help="First tokens that stay visible; left out, 4, or 0 if the source has a window."
+        ),
+    ] = None,
     memory_heads: Annotated[
         int | None, typer.Option("--memory-heads", min=1, help="Left out, as many as attention has.")
     ] = None,
@@ -38,9 +44,9 @@ def graft(
 ) -> None:
     """Give a pretrained transformer a memory: a copy as a Titans model that starts as the same function.
 
-    Up to the window its logits are the source's; beyond it, those of the source with a sliding window, until the memory
-    is trained. Sources are Llama, Mistral, Qwen2, Qwen3 and SmolLM models. Tokenizer, chat template and generation
-    settings come along.
+    Up to the window its logits are the source's; beyond it, those of the source with a sliding window and its first
+    tokens, until the memory is trained. Sources are Llama, Mistral, Qwen2, Qwen3 and SmolLM models. Tokenizer, chat
+    template and generation settings come along.
 
     \b
     titans graft path/to/source --out runs/graft --window 256
@@ -58,6 +64,7 @@ def graft(
         window,
         "all" if memory_layers == "all" else layer_numbers("--memory-layers", memory_layers),
         layer_numbers("--full-attention-layers", full_attention_layers) or (),
+        sinks,
         memory_num_heads=memory_heads,
         memory_depth=memory_depth,
         memory_expansion=memory_expansion,

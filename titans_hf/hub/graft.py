@@ -3,7 +3,9 @@
 Every weight of the source keeps its place. Some layers get a memory beside (mag) or before (mal) their attention; its
 branch ends in a projection that starts at zero and is added, so that at first it changes nothing. The projection's own
 gradient does not vanish, and once it has moved, those of all that is before it do not either. Attention reads a sliding
-window: up to its length the logits are the source's, beyond it those of the source under a sliding-window mask.
+window: up to its length the logits are the source's. Beyond it a row's first tokens stay visible, since attention that
+was trained without a window leans on them; without these sinks the logits are those of the source under a
+sliding-window mask.
 """
 
 import copy
@@ -37,7 +39,7 @@ FAMILIES = {
     "smollm3": "SmolLM3",
 }
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # the same frequencies at any length of the text
-DEFAULT_WINDOW = 512
+DEFAULT_WINDOW, DEFAULT_SINKS = 512, 4
 EVERY = 4  # by default, one layer in so many gets a memory
 COPIED = (
     "vocab_size",
@@ -81,6 +83,7 @@ def graft_config(
     window: int | None = None,
     memory_layers: Sequence[int] | str | None = None,
     full_attention_layers: Sequence[int] = (),
+    sinks: int | None = None,
     **memory_fields,
 ) -> TitansConfig:
     """The configuration of the Titans model into which a model of the given configuration is copied.
@@ -90,6 +93,8 @@ def graft_config(
         window: tokens a token attends to; by default the source's own sliding window, or 512 where it has none.
         memory_layers: numbers, from 0, of the layers that get a memory, or "all"; by default every fourth and the last.
         full_attention_layers: numbers of the layers that keep full attention.
+        sinks: first tokens that stay visible beyond the window; by default 4, or as many as the window has if that is
+            fewer, and none where the source has windows of its own.
         memory_fields: fields of `TitansConfig` that give the memory its size and rule.
     """
     check_source(source)
@@ -109,6 +114,7 @@ def graft_config(
         rope_parameters=copy.deepcopy(dict(source.rope_parameters)),
         rotary_layers=source_rotary_layers(source),
         sliding_window=fitting_window(source, window),
+        attention_sinks=fitting_sinks(source, window) if sinks is None else sinks,
         full_attention_layers=fitting_full_layers(source, full_attention_layers),
         memory_layers=None if memory_layers == "all" else as_layers("memory_layers", memory_layers),
         num_persistent_tokens=0,
@@ -169,6 +175,13 @@ def fitting_window(source: PreTrainedConfig, window: int | None) -> int:
     if own is not None and window > own:
         raise ValueError(f"`window` is {window}, but the source attends to {own} tokens: take {own} or fewer")
     return window
+
+
+def fitting_sinks(source: PreTrainedConfig, window: int | None) -> int:
+    """First tokens to keep visible: none where the source has learned to do without."""
+    if any(size is not None for size in source_windows(source)):
+        return 0
+    return min(DEFAULT_SINKS, fitting_window(source, window))
 
 
 def fitting_full_layers(source: PreTrainedConfig, layers: Sequence[int]) -> list[int] | None:

@@ -140,6 +140,7 @@ def attention_flops(config: PreTrainedConfig, length: int, half: bool) -> int:
         work = (P + 2 * min(config.segment_size, length)) * 2 * D
     else:
         W, full = config.sliding_window, len(config.full_attention_layers or ()) / config.num_hidden_layers
+        P += config.attention_sinks
         inside = length if length <= W else 3 * ((W + 1) // 2)
         keys = P + full * length + (1 - full) * inside
         if P == 0:
