@@ -1,6 +1,8 @@
 """Tiny models and tensors with pairwise different sizes, and the one way in which tests compare numbers."""
 
+import json
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from titans_hf import MemoryState, TitansConfig, TitansForCausalLM
+from titans_hf.train.corpus import train_tokenizer
 
 VARIANTS = ("mac", "mag", "mal", "lmm")
 VOCAB = 29
@@ -149,3 +152,17 @@ def memory_inputs(B=2, T=19, H=3, D=5, depth=2, expansion=2, dtype=torch.float64
 def hears_ctrl_c() -> None:
     """For `preexec_fn`: what was started in the background of a shell ignores Ctrl-C, and so would its children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def small_text(folder: Path) -> Path:
+    """What scripts/train/small_text.py makes, of a few hundred sentences; each document and novel has its own words."""
+    folder.mkdir(parents=True)
+    texts = [f"It was night {i}, and the rain fell on the town of {chr(65 + i % 26)}. " * 30 for i in range(60)]
+    novels = [("choose", "Snow lay on the hill of x{}. "), ("report", "A bird sang of y{} by the sea. ")]
+    train_tokenizer([*texts, *(text for _, text in novels)], 300).save_pretrained(folder / "tokenizer")
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    lines = [
+        {"title": part, "part": part, "text": "".join(text.format(i) for i in range(1500))} for part, text in novels
+    ]
+    (folder / "novels.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder

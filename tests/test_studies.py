@@ -1,7 +1,4 @@
-"""The studies of the memory, in a reduced form: each measures what it says, and finds its runs again."""
-
-import json
-from pathlib import Path
+"""What studies measure with: models of equal size, losses by place, and the probe of a memory."""
 
 import pytest
 import torch
@@ -10,10 +7,9 @@ from support import random_ids, tiny_model
 pytest.importorskip("tqdm", reason="tqdm is not installed (pip install titans-hf[dev])")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install titans-hf[viz])")
 
-from titans_hf.studies import learning, probe  # noqa: E402
+from titans_hf.studies import probe  # noqa: E402
 from titans_hf.studies.families import FAMILIES, build  # noqa: E402
 from titans_hf.studies.places import places, token_losses  # noqa: E402
-from titans_hf.train.corpus import train_tokenizer  # noqa: E402
 
 SIZES = {"vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "window": 16}
 
@@ -80,80 +76,3 @@ def test_a_memory_that_writes_whole_values_is_not_surprised_the_second_time(tmp_
 def test_a_text_that_is_too_short_to_probe_is_refused():
     with pytest.raises(ValueError, match="probe with 16 or more"):
         probe.probe(tiny_model("lmm"), torch.arange(9))
-
-
-@pytest.fixture(scope="module")
-def small_text(tmp_path_factory) -> Path:
-    """What small_text.py makes, of a few hundred sentences."""
-    folder = tmp_path_factory.mktemp("text")
-    texts = [f"It was night {i}, and the rain fell on the town of {chr(65 + i % 26)}. " * 30 for i in range(60)]
-    train_tokenizer(texts, 300).save_pretrained(folder / "tokenizer")
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    novels = [{"title": part, "part": part, "text": " ".join(texts[:9])} for part in ("choose", "report")]
-    (folder / "novels.jsonl").write_text("".join(json.dumps(novel) + "\n" for novel in novels))
-    return folder
-
-
-def test_learning_chooses_on_other_text_than_it_reports_and_finds_its_runs_again(small_text, tmp_path, monkeypatch):
-    monkeypatch.setattr(learning, "SIZES", {**SIZES, "vocab_size": 300})
-    monkeypatch.setattr(learning, "PARAMETERS", 150_000)
-    monkeypatch.setattr(learning, "TEXTS", {"choose": 2, "report": 2, "far": 1})
-    monkeypatch.setattr(learning, "perform_all", in_this_process(learning))
-    command = ["--text", str(small_text), "--models", "lmm,llama", "--tokens", "2048", "--lr", "1e-3,3e-3"]
-    command += [
-        "--grid-tokens",
-        "1024",
-        "--seeds",
-        "0,1",
-        "--evaluated",
-        "1500",
-        "--out",
-        str(tmp_path / "runs"),
-        "--set",
-        "lmm.memory_depth=1",
-    ]
-    record = tmp_path / "learning"
-    found = learning.main([*command, "--record", str(record)])
-    assert [one["model"] for one in found] == ["lmm", "llama"]
-    lmm, llama = found
-    assert len(lmm["grid"]) == 2
-    assert [(run["seed"], run["tokens"]) for run in lmm["runs"]] == [(0, 2048), (1, 2048)]
-    assert lmm["runs"][0]["lr"] == min(lmm["grid"], key=lambda point: point["choose"])["lr"]
-    assert len(lmm["runs"][0]["far"]) == len(lmm["runs"][0]["far_places"]) == 5
-    assert "report_off" in lmm["runs"][0]
-    assert "report_off" not in llama["runs"][0]
-    assert json.loads(lmm["runs"][0]["fields"]) == {"memory_depth": 1}
-    written = json.loads(record.with_suffix(".json").read_text())
-    assert {row["model"]: row["seeds"] for row in written["table"]} == {"lmm": 2, "llama": 2}
-    assert record.with_suffix(".png").stat().st_size > 10_000
-    monkeypatch.setattr(learning, "train", None)  # a second time nothing is trained
-    assert learning.main(command) == found
-
-
-def in_this_process(study):
-    """`perform_all` without processes of its own, which would import everything once more."""
-
-    def perform_all(runs, args, parts=("choose", "report", "far")):
-        args.out.mkdir(parents=True, exist_ok=True)
-        threads = torch.get_num_threads()
-        for run in runs:
-            if not (args.out / f"{run.name}.json").exists():
-                study.perform(run, args.text, args.out, args.evaluated, parts)
-        torch.set_num_threads(threads)
-        return [json.loads((args.out / f"{run.name}.json").read_text()) for run in runs]
-
-    return perform_all
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--models", "lmm,gpt"], "there is no 'gpt'"),
-        (["--set", "gdn"], "is not MODEL.FIELD=VALUE"),
-        (["--text", "nowhere"], "make it with scripts/train/small_text.py"),
-    ],
-)
-def test_learning_refuses_what_it_cannot_do(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        learning.main(arguments)
-    assert message in capsys.readouterr().err

@@ -2,23 +2,28 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from support import small_text
 from typer.testing import CliRunner
 
 pytest.importorskip("yaml", reason="pyyaml is not installed (pip install titans-hf[train])")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install titans-hf[viz])")
 
 from titans_hf.cli.app import app  # noqa: E402
+from titans_hf.configuration_titans import VARIANTS  # noqa: E402
 from titans_hf.studies import report, runner  # noqa: E402
 from titans_hf.studies.families import build, state_bytes  # noqa: E402
-from titans_hf.studies.study import known, read_study, runs_of  # noqa: E402
+from titans_hf.studies.study import known, models_of, read_study, runs_of  # noqa: E402
 from titans_hf.studies.tasks import TASKS, groups, mqar  # noqa: E402
 from titans_hf.studies.tasks.groups import table_of  # noqa: E402
 from titans_hf.studies.tasks.task import UNLABELLED  # noqa: E402
 
+OF_NEEDLES = ("needles", "ablations-needles")  # test_study_needles.py runs these
+OF_TEXT = ("ablations-text", "chunk-mismatch", "depth", "depth-grid", "learning")
 STUDY = {
     "about": "a test",
     "task": "groups",
@@ -41,21 +46,48 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("path", known(), ids=lambda path: path.stem)
-def test_every_study_is_readable_and_its_batches_are_what_its_task_says(path):
-    for quick in (False, True):
-        study = read_study(path.stem, quick)
-        for settings in study.settings.values():
-            task = TASKS[study.task](**settings)
-            for point in (*task.trained, *task.tested.values()):
-                ids, labels = task.batch(
-                    point["tokens"] if isinstance(point["tokens"], int) else 64, generator(), point
-                )
-                assert ids.shape == labels.shape
-                assert 0 <= ids.min() <= ids.max() < task.vocabulary
-                asked = labels[labels != UNLABELLED]
-                assert len(asked) > 0
-                assert 0 <= asked.min() <= asked.max() < task.vocabulary
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """Where studies of text find it."""
+    folder = tmp_path_factory.mktemp("home")
+    small_text(folder / "runs" / "small")
+    return folder
+
+
+@pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
+@pytest.mark.parametrize("path", [path for path in known() if path.stem not in OF_NEEDLES], ids=lambda path: path.stem)
+def test_every_study_is_readable_and_its_batches_are_what_its_task_says(path, quick, home, monkeypatch):
+    monkeypatch.chdir(home)
+    study = read_study(path.stem, quick)
+    for settings in study.settings.values():
+        task = TASKS[study.task](**settings)
+        batches = [task.training_batch(step, 64, generator()) for step in range(len(task.trained))]
+        batches += [next(task.test_batches(point, 64, 0)) for point in task.tested.values()]
+        for ids, labels in batches:
+            assert ids.shape == labels.shape
+            assert 0 <= ids.min() <= ids.max() < task.vocabulary
+            asked = labels[labels != UNLABELLED]
+            assert len(asked) > 0
+            assert 0 <= asked.min() <= asked.max() < task.vocabulary
+
+
+@pytest.mark.parametrize("name", OF_TEXT)
+def test_the_reduced_form_of_a_study_of_text_runs_to_its_table_and_plot(name, home, tmp_path, monkeypatch):
+    monkeypatch.chdir(home)
+    command = ["study", name, "--quick", "--out", str(tmp_path), "--record", str(tmp_path / "record")]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    study, record = read_study(name, quick=True), json.loads((tmp_path / "record.json").read_text())
+    assert {row["model"] for row in record["table"]} == set(models_of(study))
+    compared = record["runs"][0]["compared_by"]
+    assert all(float(row[compared]) > 0 for row in record["table"]), "nats"
+    plain = [row for row in record["table"] if row.get("read with", "as trained") == "as trained"]
+    ours = {row["model"]: row["worth"] is not None for row in plain}
+    assert ours == {run["model"]: run["family"] in VARIANTS for run in record["runs"]}
+    if study.paper is not None:
+        assert sorted(row["paper's rank"] for row in plain) == list(range(1, 1 + len(plain)))
+        assert {row["rank"] for row in plain} <= set(range(1, 1 + len(plain)))
+    assert (tmp_path / "record.png").stat().st_size > 10_000
 
 
 def test_mqar_asks_every_pair_once_and_the_answer_follows_no_key():
@@ -177,8 +209,12 @@ def test_a_study_trains_every_rate_on_one_seed_and_the_best_on_the_others(tmp_pa
     assert len(list(out.glob("*.json"))) == 3 * 3, "two rates of the first seed, one of the other"
     assert runner.expected_seconds(study, out, jobs=1) == 0
     lmm = next(r for r in records if r["model"] == "lmm")
-    assert list(lmm["accuracy"]) == list(lmm["memory_off"]) == ["8", "12"]
-    assert "memory_off" not in next(r for r in records if r["model"] == "llama")
+    assert {name: list(values) for name, values in lmm["tested"].items()} == {
+        "as trained": ["8", "12"],
+        "memory off": ["8", "12"],
+    }
+    assert list(next(r for r in records if r["model"] == "llama")["tested"]) == ["as trained"]
+    assert lmm["tokens_per_second"] > 0
     rows = report.table(records)
     assert [row["model"] for row in rows] == ["lmm", "linear", "llama"]
     assert all("±" in row["8"] for row in rows)
@@ -223,7 +259,9 @@ def test_a_study_that_cannot_work_is_refused(tmp_path, changes, message):
 
 
 def test_an_unknown_study_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="there is no study 'mqa'; those of this checkout are groups, mad, mqar"):
+    with pytest.raises(
+        ValueError, match="there is no study 'mqa'; those of this checkout are .*groups, learning, mad, mqar"
+    ):
         read_study("mqa")
 
 

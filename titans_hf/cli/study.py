@@ -31,21 +31,23 @@ def study(
 
     if name is None:
         for path in known():
-            typer.echo(f"{path.stem:<12}{read_study(str(path)).about}")
+            typer.echo(f"{path.stem:<18}{read_study(str(path)).about}")
         return
     chosen, folder = read_study(name, quick), out / Path(name).stem
     if record is not None:
         check_output(record.with_suffix(".json"), memory=False)
     seconds = expected_seconds(chosen, folder, jobs)
-    typer.echo(f"{chosen.about}\nabout {_in_words(seconds)} of training, with {max(1, jobs)} of {os.cpu_count()} cores")
+    typer.echo(f"{chosen.about}\nabout {_in_words(seconds)}, with {max(1, jobs)} of {os.cpu_count()} cores")
     records = measure(chosen, folder, jobs)
-    typer.echo(show(table(records)))
+    rows = table(records, chosen.paper)
+    typer.echo(show(rows))
     if record is not None:
-        write_record(record, study=chosen.model_dump(), table=table(records), runs=records)
+        write_record(record, study=chosen.model_dump(), table=rows, runs=records)
         draw(records, record.with_suffix(".png"))
 
 
 def _in_words(seconds: float) -> str:
     if seconds < 90:
-        return f"{seconds:.0f} seconds"
-    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+        return f"{seconds:.0f} seconds of training and tests"
+    length = f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+    return f"{length} of training and tests"

@@ -56,6 +56,23 @@ def seeded(seed: str) -> Iterator[None]:
         random.setstate(state)
 
 
+def draw_needle(task: str, haystack: str | list[str], units: int, seed: str) -> tuple[str, str, str]:
+    """lm-eval's sample with a number of units: its text, the answer, and the words that begin the answer."""
+    value = VALUES[task]
+    with seeded(seed), replaced(prepare_niah, "cached_sent_tokenize", sentences_of):
+        text, answers, query = prepare_niah.generate_input_output(
+            units,
+            haystack,
+            type_haystack=HAYSTACKS[task],
+            num_needle_k=1,
+            type_needle_k="words",
+            num_needle_v=1,
+            type_needle_v=value,
+            template=TEMPLATE,
+        )
+    return text, answers[0], f"The special magic {value[:-1]} for {query} mentioned in the provided text is"
+
+
 class NeedleTask(LongTask):
     """niah_single_1, 2 or 3 at several lengths. Its units are sentences of noise, or words of prose."""
 
@@ -118,27 +135,13 @@ class NeedleTask(LongTask):
         return low
 
     def draw(self, length: int, number: int, units: int) -> dict:
-        """lm-eval's sample with a number of units."""
-        value = VALUES[self.config.task]
-        with (
-            seeded(f"{SEED} {self.config.task} {length} {number}"),
-            replaced(prepare_niah, "cached_sent_tokenize", sentences_of),
-        ):
-            text, answers, query = prepare_niah.generate_input_output(
-                units,
-                self.haystack,
-                type_haystack=self.kind,
-                num_needle_k=1,
-                type_needle_k="words",
-                num_needle_v=1,
-                type_needle_v=value,
-                template=TEMPLATE,
-            )
-        begun = f"The special magic {value[:-1]} for {query} mentioned in the provided text is"
+        """A sample with a number of units."""
+        seed = f"{SEED} {self.config.task} {length} {number}"
+        text, answer, begun = draw_needle(self.config.task, self.haystack, units, seed)
         return {
             "index": number,
             "input": text,
-            "outputs": answers,
+            "outputs": [answer],
             "length": self.count(f"{text} {begun}") + self.config.generation_kwargs["max_gen_toks"],
             "max_length": length,
             "gen_prefix": begun,

@@ -10,8 +10,16 @@
     quick: {training: {steps: 20}}              # what `--quick` changes
 
 A model is one of `families.FAMILIES` with fields of its configuration; its name is the family unless it says another.
+More sections, for studies that need them:
+
+    grid: {memory_depth: [1, 2]}                # every model with every combination of these fields
+    read_with: [{memory_chunk_size: 8}]         # Titans' trained weights are tested under these fields, too,
+    then:                                       # and after more steps of training under these
+      - {fields: {memory_chunk_size: 8}, steps: 60}
+    paper: {table: 5, column: ppl, rows: {lmm: LMM}}  # its row for each model: the table shows both orders
 """
 
+import itertools
 import json
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -21,6 +29,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ..configuration_titans import VARIANTS, TitansConfig
+from ..evals.paper_tables import paper_table
 from ..records.schema import ClosedSchema, validate
 from .families import FAMILIES
 from .tasks import TASKS
@@ -28,6 +37,7 @@ from .tasks import TASKS
 STUDIES = Path(__file__).parents[2] / "scripts" / "studies"  # where the package is a checkout
 Count = Annotated[int, Field(ge=1)]
 Number = Annotated[float, Field(strict=False, gt=0)]  # YAML reads 3e-3 as text
+Share = Annotated[float, Field(strict=False, ge=0, le=1)]
 
 
 class Sizes(ClosedSchema):
@@ -45,6 +55,24 @@ class Training(ClosedSchema):
     batch_tokens: Count = 8192
     lr: Annotated[list[Number], Field(min_length=1)]
     weight_decay: Annotated[float, Field(strict=False, ge=0)] = 0.01
+    warmup: Share = 0.1  # of the steps; then the rate falls evenly
+    last_lr: Share = 0.05  # of the highest
+
+
+class Stage(ClosedSchema):
+    """More training of the trained model; the rate is the first stage's unless it says another."""
+
+    fields: dict[str, Any] = {}
+    steps: Count
+    lr: Number | None = None
+
+
+class Paper(ClosedSchema):
+    """A column of one of the paper's tables, and its row for each model."""
+
+    table: int
+    column: str
+    rows: dict[str, str]
 
 
 class Study(ClosedSchema):
@@ -52,8 +80,12 @@ class Study(ClosedSchema):
     task: str
     settings: dict[str, dict[str, Any]] = {"": {}}
     models: dict[str, dict[str, Any]]
+    grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
     sizes: Sizes
     training: Training
+    read_with: list[dict[str, Any]] = []
+    then: list[Stage] = []
+    paper: Paper | None = None
     seeds: Annotated[list[int], Field(min_length=1)] = [0]
     quick: dict[str, Any] = {}
 
@@ -72,8 +104,12 @@ class Run:
     steps: int
     batch_tokens: int
     weight_decay: float
+    warmup: float
+    last_lr: float
     lr: float
     seed: int
+    read_with: str = "[]"  # as JSON
+    then: str = "[]"  # as JSON
 
     @property
     def name(self) -> str:
@@ -111,7 +147,21 @@ def read_study(name: str, quick: bool = False) -> Study:
     for model, fields in study.models.items():
         if fields.get("family", model) not in FAMILIES:
             raise ValueError(f"{path.name}: `models.{model}` has no `family` of {', '.join(FAMILIES)}")
+    if study.paper is not None:
+        check_paper(study, path.name)
     return study
+
+
+def check_paper(study: Study, where: str) -> None:
+    """Refuse a table, a column or a row that the paper does not have."""
+    table = paper_table(study.paper.table)
+    rows = [row.model for group in table.groups.values() for row in group]
+    for field, name, known in (
+        ("column", study.paper.column, [column.key for column in table.columns]),
+        *(("rows", row, rows) for row in study.paper.rows.values()),
+    ):
+        if name not in known:
+            raise ValueError(f"{where}: `paper.{field}` must be of {', '.join(known)}; got {name!r}")
 
 
 def merged(values: dict, changes: dict) -> dict:
@@ -127,26 +177,36 @@ def merged(values: dict, changes: dict) -> dict:
     return found
 
 
+def models_of(study: Study) -> dict[str, dict[str, Any]]:
+    """Every model with every combination of the grid, named by what differs."""
+    names, found = [name.removeprefix("memory_") for name in study.grid], {}
+    for model, fields in study.models.items():
+        for values in itertools.product(*study.grid.values()):
+            name = "-".join([model, *(f"{field}={value}" for field, value in zip(names, values))])
+            found[name] = {"family": model, **fields, **dict(zip(study.grid, values))}
+    return found
+
+
 def runs_of(study: Study, lr: float, seed: int) -> list[Run]:
     """Every model in every setting, with that learning rate and seed."""
-    found = []
+    found, shared = [], study.training.model_dump(exclude={"lr"})
+    later = {"read_with": study.read_with, "then": [stage.model_dump() for stage in study.then]}
     for setting, task_settings in study.settings.items():
-        for model, fields in study.models.items():
+        for model, fields in models_of(study).items():
             own = {name: value for name, value in fields.items() if name != "family"}
             found.append(
                 Run(
                     setting=setting,
                     model=model,
-                    family=fields.get("family", model),
+                    family=fields["family"],
                     fields=json.dumps(own, sort_keys=True),
                     task=study.task,
                     task_settings=json.dumps(task_settings, sort_keys=True),
                     sizes=study.sizes.model_dump_json(),
-                    steps=study.training.steps,
-                    batch_tokens=study.training.batch_tokens,
-                    weight_decay=study.training.weight_decay,
                     lr=lr,
                     seed=seed,
+                    **shared,
+                    **{name: json.dumps(value, sort_keys=True) for name, value in later.items()},
                 )
             )
     return found
