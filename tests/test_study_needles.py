@@ -55,7 +55,7 @@ def test_a_row_has_its_tokens_and_the_answer_stands_further_off_than_windows_rea
         assert 0 < place < asked - 61 - len(answer)
         assert words[asked + 1 - of.QUESTION] == "What"
         places.add(place)
-    assert len(places) > 10
+    assert len(places) > (4 if kind == "passkey" else 10), "between sentences of noise, or of prose"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,7 +112,7 @@ def test_an_answer_counts_if_all_its_characters_are_right():
     assert task.overall({"passkey 1k": 0.5, "passkey 3000": 0.1, "passkey absent": 0.9}) == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("variant", ["lmm", "mac"])
+@pytest.mark.parametrize("variant", ["lmm", "mag"])
 def test_a_memory_that_is_reset_at_the_question_forgets_what_was_read_before(variant):
     """Two texts that differ far before the question: with the reset, what is read from it on is the same."""
     model = tiny_model(variant, torch.float64, num_hidden_layers=1)
@@ -121,16 +121,14 @@ def test_a_memory_that_is_reset_at_the_question_forgets_what_was_read_before(var
     other[:, 10:20] = (other[:, 10:20] + 5) % 29
     labels = torch.full_like(ids, UNLABELLED)
     labels[:, 80:] = 1
-    question = 81 - of.QUESTION
+    start = 48  # of the segment of 6 tokens that holds token 51, the question's first
+    found = {}
     with torch.no_grad():
-        found = {
-            read: [read(model, each, labels)[:, question:] for each in (ids, other)]
-            for read in (plainly, of.forgetting)
-        }
-        before = of.forgetting(model, ids, labels)[:, :question]
-        assert torch.allclose(before, plainly(model, ids, labels)[:, :question])
-    assert torch.allclose(*found[of.forgetting], atol=1e-12)
-    assert not torch.allclose(*found[plainly], atol=1e-6)
+        for read in (plainly, of.forgetting):
+            found[read] = [read(model, each, labels) for each in (ids, other)]
+    assert torch.allclose(found[of.forgetting][0][:, :start], found[plainly][0][:, :start])
+    assert torch.allclose(*(hidden[:, start:] for hidden in found[of.forgetting]), atol=1e-12)
+    assert not torch.allclose(*(hidden[:, start:] for hidden in found[plainly]), atol=1e-6)
 
 
 def test_what_cannot_be_drawn_is_refused():

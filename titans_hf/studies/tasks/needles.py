@@ -98,11 +98,16 @@ def _name(tokens: int) -> str:
 
 
 def forgetting(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
-    """Hidden states of a Titans model whose memory returns to its start at the question, and attention goes on."""
+    """Hidden states of a Titans model whose memory returns to its start at the question.
+
+    More exactly at the beginning of the segment of its first token, as retrieving goes by segments in mac. Windows and
+    convolutions go on, with what they had of the memory.
+    """
     from ...cache_titans import TitansCache
     from ...evals.model import put_back
 
     place = int((labels != UNLABELLED).int().argmax(1).min()) + 1 - QUESTION
+    place -= place % model.config.segment_size
     cache, start = (TitansCache(model.config, rewind=False) for _ in range(2))
     model.base_model(ids[:, :1], past_key_values=start, use_cache=True, memory_read_only=True)
     before = model.base_model(ids[:, :place], past_key_values=cache, use_cache=True).last_hidden_state
