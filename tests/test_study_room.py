@@ -226,6 +226,20 @@ def test_a_study_trains_every_rate_on_one_seed_and_the_best_on_the_others(tmp_pa
     assert {path: path.stat().st_mtime_ns for path in out.glob("*.json")} == kept, "nothing is trained twice"
 
 
+def test_what_says_the_answers_in_place_of_the_head_is_trained_and_read_with_other_fields(tmp_path):
+    settings = {"compression": {"kind": "compression", "tokens": 12, "vocabulary": 5}}
+    changes = {"task": "mad", "settings": settings, "models": {"lmm": {}}, "read_with": [{"memory_chunk_size": 2}]}
+    run = runs_of(read_study(written(tmp_path, **changes)), 1e-3, 0)[0]
+    task = runner.task_of(run)
+    model = runner.build_model(run, task)
+    before = model.decoder.outer.weight.clone()
+    runner.train(model, task, run, print, run.lr, 1)
+    assert not torch.equal(model.decoder.outer.weight, before)
+    (record,) = runner.perform_all([run], tmp_path, 0)
+    assert list(record["tested"]) == ["as trained", "memory off", "memory_chunk_size=2"]
+    assert all(list(values) == ["12"] for values in record["tested"].values())
+
+
 def test_whatever_changes_a_result_changes_the_name_of_its_file(tmp_path):
     first = {run.name for run in runs_of(read_study(written(tmp_path)), 1e-3, 0)}
     for changes in (

@@ -105,7 +105,10 @@ def ranks(values: dict[str, float], higher: bool) -> dict[str, int]:
 
 
 def draw(records: list[dict], path: Path) -> None:
-    """Per setting the answers of training over its steps, and of the tests; dashed with the memory never written."""
+    """Per setting the answers of training over its steps, and of the tests.
+
+    Dashed is the memory never written, dotted whatever else was changed at reading.
+    """
     plt = plots()
     places = by_place(records)
     settings = list(dict.fromkeys(setting for setting, _ in places))
@@ -125,11 +128,14 @@ def draw_runs(left, right, runs: list[dict]) -> None:
     curve = [scale * mean(values) for values in zip(*(run["curve"] for run in runs))]
     steps = [i * first["steps"] / max(1, len(curve)) for i in range(len(curve))]
     (line,) = left.plot(steps, curve, linewidth=1, label=first["model"])
-    for name, style in ((AS_TRAINED, "o-"), (OFF, "--")):
-        if name in first["tested"]:
-            values = [scale * mean(run["tested"][name][point] for run in runs) for point in first["shown"]]
-            label = _label(first) if name == AS_TRAINED else None
-            right.plot(first["shown"], values, style, color=line.get_color(), markersize=3, label=label)
+    for name in first["tested"]:
+        values = [scale * mean(run["tested"][name][point] for run in runs) for point in first["shown"]]
+        if name == AS_TRAINED:
+            right.plot(first["shown"], values, "o-", color=line.get_color(), markersize=3, label=_label(first))
+        elif name == OFF:
+            right.plot(first["shown"], values, "--", color=line.get_color())
+        else:
+            right.plot(first["shown"], values, "x:", markersize=3, linewidth=1, label=f"{first['model']}, {name}")
 
 
 def finish(left, right, setting: str, run: dict) -> None:
@@ -143,7 +149,7 @@ def finish(left, right, setting: str, run: dict) -> None:
         for axes in (left, right):
             axes.set_ylim(0, 1.02 * metric.scale)
     right.tick_params(axis="x", rotation=45)
-    right.legend(fontsize=8)
+    right.legend(fontsize=6)
 
 
 def _label(run: dict) -> str:
