@@ -21,7 +21,7 @@ import re
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
@@ -146,9 +146,9 @@ def row(kind: str, haystack: "Haystack", tokens: int, apart: int, seed: int, abs
     parts = (rest.head, rest.asked, rest.answer[:-1], [] if absent else rest.needle)
     needed = tokens - sum(map(len, parts))
     for _ in range(100 if needed > 0 else 0):
-        parts = parts_of(kind, haystack, needed, draw)
+        parts = parts_of(kind, haystack, needed, draw).fitted(tokens, absent)
         if absent or len(parts.after) + len(parts.asked) >= apart:
-            return parts.row(tokens, absent), parts.answer
+            return parts.words, parts.answer
     raise ValueError(f"`trained`, `tested`: {tokens} tokens have no room for a needle {apart} tokens from its answer")
 
 
@@ -163,13 +163,17 @@ class Parts:
     asked: list[str]
     answer: str
 
-    def row(self, tokens: int, absent: bool) -> list[str]:
+    @property
+    def words(self) -> list[str]:
+        """The row: the answer is read along, all but its last character."""
+        return self.head + self.before + self.needle + self.after + self.asked + [*self.answer][:-1]
+
+    def fitted(self, tokens: int, absent: bool) -> "Parts":
         """So many words: of the haystack, what is too much is cut at its beginning, or else at the end."""
-        needle, end = [] if absent else self.needle, self.asked + [*self.answer][:-1]
-        surplus = sum(map(len, (self.head, self.before, needle, self.after, end))) - tokens
+        whole = replace(self, needle=[]) if absent else self
+        surplus = len(whole.words) - tokens
         front = min(surplus, len(self.before))
-        after = self.after[: len(self.after) - (surplus - front)]
-        return self.head + self.before[front:] + needle + after + end
+        return replace(whole, before=self.before[front:], after=self.after[: len(self.after) - (surplus - front)])
 
 
 def parts_of(kind: str, haystack: "Haystack", tokens: int, draw: random.Random) -> Parts:
