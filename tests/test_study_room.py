@@ -315,4 +315,7 @@ def test_the_command_lists_studies_and_runs_one(tmp_path):
     assert "seconds of training" in done.output
     record = json.loads((tmp_path / "own.json").read_text())
     assert [row["model"] for row in record["table"]] == ["lmm", "llama"]
+    assert record["families"] == {"llama": "Transformer with full attention (Llama)"}
+    tried = [(run["lr"], run["model"]) for run in record["tried"]]
+    assert tried == list(itertools.product([1e-3, 3e-3], ["lmm", "llama"]))
     assert (tmp_path / "own.png").stat().st_size > 10_000

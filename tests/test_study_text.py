@@ -1,6 +1,7 @@
 """Text in the room of studies: what is read, what is never trained on, and what is read or trained otherwise later."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_the_rate_with_the_lowest_loss_is_taken_and_of_right_answers_the_highest
     for metric, best in ((NATS, 2e-3), (RIGHT, 4e-3)):
 
         def perform_all(runs, out, jobs, metric=metric):
-            return [{"metric": metric.name, "validation": found[run.lr], "lr": run.lr} for run in runs]
+            return [{**asdict(run), "metric": metric.name, "validation": found[run.lr]} for run in runs]
 
         monkeypatch.setattr(runner, "perform_all", perform_all)
         assert [record["lr"] for record in runner.measure(study, tmp_path, 0)] == [best]

@@ -8,6 +8,8 @@ import typer
 
 from .support import check_output
 
+TRIED = ("setting", "model", "lr", "validation")
+
 
 def study(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="A study or a YAML file; none lists them.")] = None,
@@ -24,8 +26,9 @@ def study(
     titans study groups --jobs 2 --record model_cards/records/groups
     """
     from ..records.files import write_record
+    from ..studies.families import ABOUT
     from ..studies.report import draw, table
-    from ..studies.runner import expected_seconds, measure
+    from ..studies.runner import expected_seconds, measure, tuned
     from ..studies.settings import show
     from ..studies.study import known, read_study
 
@@ -42,7 +45,9 @@ def study(
     rows = table(records, chosen.paper)
     typer.echo(show(rows))
     if record is not None:
-        write_record(record, study=chosen.model_dump(), table=rows, runs=records)
+        tried = [{field: run[field] for field in TRIED} for run in tuned(chosen, folder, jobs)]
+        about = {run["family"]: ABOUT[run["family"]] for run in records if run["family"] in ABOUT}
+        write_record(record, study=chosen.model_dump(), families=about, table=rows, tried=tried, runs=records)
         draw(records, record.with_suffix(".png"))
 
 

@@ -197,16 +197,21 @@ def perform_all(runs: list[Run], out: Path, jobs: int, perform: Callable = perfo
     return [json.loads((out / f"{run.name}.json").read_text()) for run in runs]
 
 
+def tuned(study: Study, out: Path, jobs: int) -> list[dict]:
+    """The records that learning rates are chosen by: every one of them, on the first seed."""
+    return perform_all([run for lr in study.training.lr for run in runs_of(study, lr, study.seeds[0])], out, jobs)
+
+
 def measure(study: Study, out: Path, jobs: int) -> list[dict]:
     """The records of every setting and model with its best learning rate, seed by seed."""
-    grid = [run for lr in study.training.lr for run in runs_of(study, lr, study.seeds[0])]
-    tried: dict[tuple[str, str], list[tuple[float, Run]]] = {}
-    for run, record in zip(grid, perform_all(grid, out, jobs), strict=True):
-        better = METRICS[record["metric"]].higher
-        tried.setdefault((run.setting, run.model), []).append((record["validation"] * (-1 if better else 1), run))
-    best = {place: min(runs, key=lambda pair: pair[0])[1] for place, runs in tried.items()}
+    best: dict[tuple[str, str], dict] = {}
+    for record in tuned(study, out, jobs):
+        found = best.setdefault((record["setting"], record["model"]), record)
+        values = [record["validation"], found["validation"]]
+        if values[0] != values[1] and METRICS[record["metric"]].best(values) == values[0]:
+            best[record["setting"], record["model"]] = record
     seeded = [
-        replace(run, lr=best[run.setting, run.model].lr)
+        replace(run, lr=best[run.setting, run.model]["lr"])
         for seed in study.seeds
         for run in runs_of(study, study.training.lr[0], seed)
     ]
