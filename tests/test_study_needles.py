@@ -162,6 +162,6 @@ def test_the_reduced_form_runs_to_its_table_with_all_controls(name, tmp_path):
     lmm = next(run for run in record["runs"] if run["model"] == "lmm")
     assert list(lmm["tested"]) == ["as trained", "memory off", "memory reset"]
     assert {"passkey absent", "passkey absent characters"} <= set(lmm["tested"]["as trained"])
-    assert lmm["text"]["chance of a character"] == {"passkey": pytest.approx(0.1016, abs=1e-4)}
+    assert lmm["about"]["chance of a character"] == {"passkey": pytest.approx(0.1016, abs=1e-4)}
     assert [row["read with"] for row in record["table"] if row["model"] == "lmm"] == ["as trained", "memory reset"]
     assert (tmp_path / "record.png").stat().st_size > 10_000

@@ -152,7 +152,7 @@ def perform(run: Run, out: Path) -> None:
     model = build_model(run, task)
     measured = train(model, task, run, progress.write_text, run.lr, run.steps)
     measured |= {"parameters": model.num_parameters(), "state_bytes": state_bytes(model), "chance": task.chance}
-    measured |= {"metric": task.metric.name, "compared_by": task.compared_by, "text": task.about}
+    measured |= {"metric": task.metric.name, "compared_by": task.compared_by, "about": task.about}
     measured["validation"] = validation(model, task, run)
     points = {name: (point, 10_000 + i) for i, (name, point) in enumerate(task.tested.items())}
     measured["tested"] = {
