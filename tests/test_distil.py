@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 pytest.importorskip("datasets", reason="datasets is not installed (pip install titans-hf[train])")
 pytest.importorskip("peft", reason="peft is not installed (pip install titans-hf[train])")
 
+from titans_hf.bench import graft as speed  # noqa: E402
 from titans_hf.hub.graft import graft_config, graft_model, save  # noqa: E402
 from titans_hf.studies import graft as study  # noqa: E402
 from titans_hf.train import distil, pretrain  # noqa: E402
@@ -159,3 +160,19 @@ def test_the_study_compares_with_full_attention_and_the_window(source, tmp_path,
     assert study.closed(halfway, 300, WINDOW) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="do not reach far enough"):
         study.closed(nats, 100, WINDOW)
+
+
+def test_the_benchmark_shows_a_cache_that_does_not_grow(source, tmp_path):
+    sizes = ["--contexts", "80", "200", "--steps", "2", "--repeats", "1", "--threads", "1"]
+    rows = speed.main([str(source), str(source.parent / "graft"), *sizes, "--record", str(tmp_path / "speed")])
+    assert [(row["model"], row["context"]) for row in rows] == [
+        ("source", 80),
+        ("source", 200),
+        ("graft", 80),
+        ("graft", 200),
+    ]
+    bytes_of_token = 2 * 4 * 8 * 2  # keys and values, in float32, of one head of 8, in two layers
+    assert [row["cache_bytes"] for row in rows[:2]] == [80 * bytes_of_token, 200 * bytes_of_token]
+    assert rows[2]["cache_bytes"] == rows[3]["cache_bytes"]
+    assert json.loads((tmp_path / "speed.json").read_text())["runs"] == rows
+    assert (tmp_path / "speed.png").stat().st_size > 10_000

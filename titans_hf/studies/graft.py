@@ -5,8 +5,7 @@
 The window alone is the graft with its memory never written. The figure is the share of the gap between the window and
 full attention that the memory closes, over the places whose window has overflowed. The control is the memory of
 another text: the graft has read that one, and reads the text without writing. What it closes, too, is not memory of
-this text: the branch may have learned to make up for something that a window always lacks, such as the first token,
-which pretrained attention leans on.
+this text: the branch may have learned to make up for something that a window always lacks.
 """
 
 import argparse
@@ -47,10 +46,15 @@ def by_place(losses: list[Tensor]) -> list[float]:
 
 @torch.no_grad()
 def with_memory_of(model: PreTrainedModel, other: Tensor, text: Tensor) -> Tensor:
-    """The losses of a text, read with the memory of another one and without writing."""
-    cache = TitansCache(model.config, rewind=False)
-    model.base_model(other[None], past_key_values=cache)
-    return token_losses(model, text, past_key_values=cache, use_cache=True, memory_read_only=True)
+    """The losses of a text, read with the memory of another one and without writing; attention sees its own text."""
+    read, cache = (TitansCache(model.config, rewind=False) for _ in range(2))
+    model.base_model(other[None], past_key_values=read)
+    options = {"past_key_values": cache, "use_cache": True, "memory_read_only": True}
+    first = token_losses(model, text[:2], memory_read_only=True)
+    model.base_model(text[None, :1], **options)
+    for layer, other_layer in zip(cache.layers, read.layers, strict=True):
+        layer.take_memory_of(other_layer)
+    return torch.cat((first, token_losses(model, text[1:], **options)))
 
 
 def measure(source: PreTrainedModel, graft: PreTrainedModel, texts: list[Tensor]) -> dict[str, list[float]]:
