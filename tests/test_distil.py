@@ -117,6 +117,20 @@ def test_pieces_do_not_change_the_divergence(monkeypatch):
     assert distil.divergence(found, wanted).item() == pytest.approx(whole.item(), rel=1e-6)
 
 
+def test_drawn_places_lie_beyond_the_window_and_follow_from_the_row():
+    ids = torch.randint(0, 400, (2, 31), generator=torch.Generator().manual_seed(0))
+    assert distil.chosen_places(ids, 7, None).tolist() == distil.chosen_places(ids, 7, 50).tolist() == [*range(7, 31)]
+    drawn = distil.chosen_places(ids, 7, 5).tolist()
+    assert drawn == sorted(set(drawn))
+    assert (len(drawn), min(drawn) >= 7) == (5, True)
+    assert drawn == distil.chosen_places(ids, 7, 5).tolist() != distil.chosen_places(ids + 1, 7, 5).tolist()
+
+
+def test_a_row_learns_from_some_of_its_places(source, tmp_path):
+    tune(source, tmp_path / "some", "distil.places=5", "training.save_every=100")
+    assert changed(source, tmp_path / "some")
+
+
 def test_what_is_evaluated_lies_beyond_the_window():
     (row,) = distil.overflowed([{"input_ids": torch.arange(6), "labels": torch.arange(6)}], start=3)
     assert row["labels"].tolist() == [-100, -100, -100, -100, 4, 5], "the prediction at place 3 is of token 4"
