@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 pytest.importorskip("datasets", reason="datasets is not installed (pip install titans-hf[train])")
 pytest.importorskip("peft", reason="peft is not installed (pip install titans-hf[train])")
 
+from titans_hf.bench import graft as speed  # noqa: E402
 from titans_hf.hub.graft import graft_config, graft_model, save  # noqa: E402
 from titans_hf.studies import graft as study  # noqa: E402
 from titans_hf.train import distil, pretrain  # noqa: E402
@@ -116,6 +117,20 @@ def test_pieces_do_not_change_the_divergence(monkeypatch):
     assert distil.divergence(found, wanted).item() == pytest.approx(whole.item(), rel=1e-6)
 
 
+def test_drawn_places_lie_beyond_the_window_and_follow_from_the_row():
+    ids = torch.randint(0, 400, (2, 31), generator=torch.Generator().manual_seed(0))
+    assert distil.chosen_places(ids, 7, None).tolist() == distil.chosen_places(ids, 7, 50).tolist() == [*range(7, 31)]
+    drawn = distil.chosen_places(ids, 7, 5).tolist()
+    assert drawn == sorted(set(drawn))
+    assert (len(drawn), min(drawn) >= 7) == (5, True)
+    assert drawn == distil.chosen_places(ids, 7, 5).tolist() != distil.chosen_places(ids + 1, 7, 5).tolist()
+
+
+def test_a_row_learns_from_some_of_its_places(source, tmp_path):
+    tune(source, tmp_path / "some", "distil.places=5", "training.save_every=100")
+    assert changed(source, tmp_path / "some")
+
+
 def test_what_is_evaluated_lies_beyond_the_window():
     (row,) = distil.overflowed([{"input_ids": torch.arange(6), "labels": torch.arange(6)}], start=3)
     assert row["labels"].tolist() == [-100, -100, -100, -100, 4, 5], "the prediction at place 3 is of token 4"
@@ -145,17 +160,34 @@ def test_the_study_compares_with_full_attention_and_the_window(source, tmp_path,
     for number in range(2):
         (tmp_path / f"{number}.txt").write_text(read_documents()[number][:4000], encoding="utf-8")
     record = tmp_path / "graft"
-    command = [str(source), str(source.parent / "graft"), "--texts", str(tmp_path / "*.txt"), "--tokens", "300"]
+    graft = str(source.parent / "graft")
+    command = [str(source), graft, graft, "--texts", str(tmp_path / "*.txt"), "--tokens", "300"]
     found = study.main([*command, "--count", "2", "--record", str(record)])
     nats = found["nats"]
-    assert nats["graft"] == nats["window alone"], "an untuned memory says nothing"
-    assert nats["graft"][1:] == nats["another's memory"][1:], "and the other text has left the window"
-    assert nats["graft"] != nats["full attention"]
-    assert found["closed"] == 0
-    assert "the graft closes 0 % of the gap" in capsys.readouterr().out
+    for name in (study.ALONE, *study.CONTROLS):
+        assert nats[study.TUNED] == pytest.approx(nats[name], abs=2e-4), "an untuned memory says nothing"
+    assert nats[study.WITHOUT_SINKS][1:] != nats[study.ALONE][1:] != nats[study.FULL][1:]
+    assert found["closed"] == dict.fromkeys((study.TUNED, *study.CONTROLS), pytest.approx(0, abs=0.01))
+    assert " %  graft, memory of another text" in capsys.readouterr().out
     assert json.loads(record.with_suffix(".json").read_text())["window"] == WINDOW
     assert record.with_suffix(".png").stat().st_size > 10_000
-    halfway = {**nats, "graft": [(x + y) / 2 for x, y in zip(nats["window alone"], nats["full attention"])]}
-    assert study.closed(halfway, 300, WINDOW) == pytest.approx(0.5)
+    halfway = {**nats, "graft": [(x + y) / 2 for x, y in zip(nats[study.ALONE], nats[study.FULL])]}
+    assert study.closed(halfway, 300, WINDOW, study.TUNED) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="do not reach far enough"):
-        study.closed(nats, 100, WINDOW)
+        study.closed(nats, 100, WINDOW, study.TUNED)
+
+
+def test_the_benchmark_shows_a_cache_that_does_not_grow(source, tmp_path):
+    sizes = ["--contexts", "80", "200", "--steps", "2", "--repeats", "1", "--threads", "1"]
+    rows = speed.main([str(source), str(source.parent / "graft"), *sizes, "--record", str(tmp_path / "speed")])
+    assert [(row["model"], row["context"]) for row in rows] == [
+        ("source", 80),
+        ("source", 200),
+        ("graft", 80),
+        ("graft", 200),
+    ]
+    bytes_of_token = 2 * 4 * 8 * 2  # keys and values, in float32, of one head of 8, in two layers
+    assert [row["cache_bytes"] for row in rows[:2]] == [80 * bytes_of_token, 200 * bytes_of_token]
+    assert rows[2]["cache_bytes"] == rows[3]["cache_bytes"]
+    assert json.loads((tmp_path / "speed.json").read_text())["runs"] == rows
+    assert (tmp_path / "speed.png").stat().st_size > 10_000

@@ -282,6 +282,16 @@ def test_what_is_new_is_silent_and_can_learn(variant):
     assert [layer.memory is not None for layer in student.model.layers] == [False, True, False, False, True]
 
 
+def test_a_memory_starts_with_the_keys_and_values_of_attention():
+    source = source_of("llama")
+    for heads, same in ((6, True), (3, False)):
+        layer = graft_of(source, memory_num_heads=heads).model.layers[3]
+        attention = layer.mixer.attention
+        for mine, theirs in ((layer.memory.q_proj, attention.k_proj), (layer.memory.v_proj, attention.v_proj)):
+            groups = torch.stack([theirs.weight.view(3, 6, 36)] * 2, dim=1)  # two query heads to each key-value head
+            assert torch.equal(mine.weight, groups.reshape(36, 36)) if same else mine.weight.shape == (18, 36)
+
+
 def test_by_default_every_fourth_layer_and_the_last_get_a_memory():
     assert default_memory_layers(9) == [3, 7, 8]
     assert default_memory_layers(8) == [3, 7]

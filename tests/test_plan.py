@@ -15,9 +15,11 @@ pytest.importorskip("yaml", reason="pyyaml is not installed (pip install titans-
 
 ROOT = Path(__file__).parent.parent
 
-from titans_hf.train import plan  # noqa: E402
+from titans_hf.hub.graft import graft_config, graft_model  # noqa: E402
+from titans_hf.train import distil, plan  # noqa: E402
 from titans_hf.train import pretrain as train  # noqa: E402
 
+IN_PLACE = {torch.ops.aten.baddbmm_: lambda x, a, b, **kwargs: 2 * a[0] * a[1] * a[2] * b[2]}
 LENGTH = 96
 STACK = {
     "vocab_size": 97,
@@ -44,8 +46,7 @@ def small_config(variant: str, **overrides) -> TitansConfig:
 def counted(config: PreTrainedConfig, dtype: torch.dtype, rows: int = 2, length: int = LENGTH) -> float:
     """FLOPs per token of a forward and a backward, by torch's counter, which does not know `baddbmm_` by itself."""
     model, ids = AutoModelForCausalLM.from_config(config).to(dtype).train(), torch.randint(97, (rows, length))
-    in_place = {torch.ops.aten.baddbmm_: lambda x, a, b, **kwargs: 2 * a[0] * a[1] * a[2] * b[2]}
-    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
     return counter.get_total_flops() / ids.numel()
 
@@ -61,6 +62,29 @@ def test_the_flops_are_those_that_torch_counts(variant, depth, expansion, write)
 def test_the_flops_of_a_baseline_are_those_that_torch_counts():
     config = LlamaConfig(attn_implementation="eager", tie_word_embeddings=True, **STACK)
     assert plan.training_flops(plan.empty_model(config), LENGTH).total == counted(config, torch.float32)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_flops_of_a_lesson_are_those_that_torch_counts(rank):
+    """The teacher's forward, the student's, and a backward that stops below the lowest memory, to whole layers."""
+    sizes = {**STACK, "num_hidden_layers": 9, "intermediate_size": 160}
+    source = LlamaConfig(attn_implementation="eager", tie_word_embeddings=True, **sizes)
+    teacher = AutoModelForCausalLM.from_config(source)
+    fields = {"window": LENGTH, "sinks": 0, "memory_layers": [4, 8], "memory_chunk_size": 8}
+    student = graft_model(teacher, graft_config(source, **fields, attn_implementation="eager")).train()
+    expected = plan.taught_flops(student, LENGTH, False, rank).total
+    student.requires_grad_(False)
+    if rank:
+        distil.add_lora(student, rank)
+    for name, parameter in student.named_parameters():
+        if ".memory." in name:
+            parameter.requires_grad_(True)
+    ids = torch.randint(97, (2, LENGTH))
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+        with torch.no_grad():
+            wanted = teacher(ids).logits
+        distil.divergence(student(ids, use_cache=False).logits, wanted).backward()
+    assert expected == pytest.approx(counter.get_total_flops() / ids.numel(), rel=0.03)
 
 
 @every_variant

@@ -184,7 +184,7 @@ class HubModel(Peer):
         cache = DynamicCache(config=config)
         for layer in cache.layers:
             if isinstance(layer, DynamicLayer):  # one with attention
-                shape = (batch, config.num_key_value_heads, context - CHUNK, HEAD)
+                shape = (batch, config.num_key_value_heads, context - CHUNK, config.head_dim)
                 layer.update(torch.randn(shape), torch.randn(shape))
         self.prefill(self.shape.draw(batch, CHUNK), cache)
         return cache

@@ -1,11 +1,13 @@
 """Copy a pretrained transformer into a Titans model that starts as the same function.
 
 Every weight of the source keeps its place. Some layers get a memory beside (mag) or before (mal) their attention; its
-branch ends in a projection that starts at zero and is added, so that at first it changes nothing. The projection's own
-gradient does not vanish, and once it has moved, those of all that is before it do not either. Attention reads a sliding
-window: up to its length the logits are the source's. Beyond it a row's first tokens stay visible, since attention that
-was trained without a window leans on them; without these sinks the logits are those of the source under a
-sliding-window mask.
+keys and values start as attention's own. Its branch ends in a projection that starts at zero and is added, so that at
+first it changes nothing. The projection's own gradient does not vanish, and once it has moved, those of all that is
+before it do not either.
+
+Attention reads a sliding window: up to its length the logits are the source's. Beyond it a row's first tokens stay
+visible, since attention that was trained without a window leans on them; without these sinks the logits are those of
+the source under a sliding-window mask.
 """
 
 import copy
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,7 +29,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..attention_titans import TitansAttention
 from ..configuration_titans import TitansConfig
+from ..memory_layer import NeuralMemory
 from ..modeling_titans import TitansForCausalLM
 from ..records.sizes import empty_model
 
@@ -213,14 +217,32 @@ def graft_model(source: PreTrainedModel, config: TitansConfig) -> TitansForCausa
     for name, parameter in student.named_parameters():  # not the buffers: rotary frequencies stay precise
         precise = torch.promote_types(source.dtype, torch.float32)
         parameter.data = parameter.data.to(precise if ".memory.start." in name else source.dtype)
+    copy_weights(source, student)
     for layer in student.model.layers:
         if layer.memory is not None:
-            nn.init.zeros_(layer.memory.out_proj.weight)
-    copy_weights(source, student)
+            start_memory(layer.memory, layer.mixer.attention)
     student.generation_config = copy.deepcopy(source.generation_config)
     if student.generation_config.cache_implementation not in (None, "dynamic", "static"):
         student.generation_config.cache_implementation = None
     return student.eval()
+
+
+@torch.no_grad()
+def start_memory(memory: NeuralMemory, attention: TitansAttention) -> None:
+    """A silent memory that writes what attention beside it would: its keys and values, where the heads are as many."""
+    nn.init.zeros_(memory.out_proj.weight)
+    if memory.num_heads != attention.config.num_attention_heads:
+        return
+    memory.v_proj.weight.copy_(_for_every_head(attention.v_proj.weight, attention))
+    for proj in (memory.q_proj, memory.k_proj):
+        if proj is not None:
+            proj.weight.copy_(_for_every_head(attention.k_proj.weight, attention))
+
+
+def _for_every_head(weight: Tensor, attention: TitansAttention) -> Tensor:
+    """The weight of a projection to key-value heads, each repeated for its group of heads."""
+    heads = weight.unflatten(0, (-1, attention.head_dim))
+    return heads.repeat_interleave(attention.num_key_value_groups, dim=0).flatten(0, 1)
 
 
 @torch.no_grad()

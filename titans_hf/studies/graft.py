@@ -1,12 +1,12 @@
 """What a graft's memory is worth: nats per token by place, beside its source with full attention and the window alone.
 
-    python scripts/studies/graft.py SOURCE runs/graft-memory/model --texts 'held-out/*.txt' --tokens 4096
+    python scripts/studies/graft.py SOURCE runs/graft runs/graft-memory/model --texts 'held-out/*.txt' --tokens 4096
 
-The window alone is the graft with its memory never written. The figure is the share of the gap between the window and
-full attention that the memory closes, over the places whose window has overflowed. The control is the memory of
-another text: the graft has read that one, and reads the text without writing. What it closes, too, is not memory of
-this text: the branch may have learned to make up for something that a window always lacks, such as the first token,
-which pretrained attention leans on.
+The window alone is the graft before it was tuned: the source with a window and, where it has sinks, its first tokens;
+without those it is read, too. The figure is the share of the gap between the window and full attention that the tuned
+graft closes, over the places whose window has overflowed. There are two controls, its memory never written and the
+memory of another text: the graft has read that one, and reads the text without writing. What they close, too, is not
+memory of this text: the branch may have learned to make up for something that a window always lacks.
 """
 
 import argparse
@@ -23,6 +23,27 @@ from .. import TitansCache, TitansConfig
 from ..records.files import plots, write_record
 from .places import places, token_losses
 from .settings import show
+
+FULL, ALONE, TUNED = "full attention", "window alone", "graft"
+WITHOUT_SINKS = "window without sinks"
+CONTROLS = ("graft, memory never written", "graft, memory of another text")
+
+
+def load(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, PreTrainedModel]:
+    """The models to compare by name, the tuned graft last."""
+
+    def read(folder: str | Path, **options) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, args.dtype), **options).eval()
+
+    gguf = {} if args.gguf_file is None else {"gguf_file": args.gguf_file}
+    models = {FULL: read(args.source, **gguf), ALONE: read(args.untuned)}
+    if getattr(models[ALONE].config, "attention_sinks", 0):
+        models[WITHOUT_SINKS] = read(args.untuned, attention_sinks=0)
+    models[TUNED] = read(args.graft)
+    for folder, name in ((args.untuned, ALONE), (args.graft, TUNED)):
+        if not isinstance(models[name].config, TitansConfig):
+            parser.error(f"{folder} is not a Titans model; make one with titans graft {args.source} --out DIR")
+    return models
 
 
 def read_texts(pattern: str, tokenizer, tokens: int, texts: int) -> list[Tensor]:
@@ -47,29 +68,37 @@ def by_place(losses: list[Tensor]) -> list[float]:
 
 @torch.no_grad()
 def with_memory_of(model: PreTrainedModel, other: Tensor, text: Tensor) -> Tensor:
-    """The losses of a text, read with the memory of another one and without writing."""
-    cache = TitansCache(model.config, rewind=False)
-    model.base_model(other[None], past_key_values=cache)
-    return token_losses(model, text, past_key_values=cache, use_cache=True, memory_read_only=True)
+    """The losses of a text, read with the memory of another one and without writing; attention sees its own text."""
+    read, cache = (TitansCache(model.config, rewind=False) for _ in range(2))
+    model.base_model(other[None], past_key_values=read)
+    options = {"past_key_values": cache, "use_cache": True, "memory_read_only": True}
+    first = token_losses(model, text[:2], memory_read_only=True)
+    model.base_model(text[None, :1], **options)
+    for layer, other_layer in zip(cache.layers, read.layers, strict=True):
+        layer.take_memory_of(other_layer)
+    return torch.cat((first, token_losses(model, text[1:], **options)))
 
 
-def measure(source: PreTrainedModel, graft: PreTrainedModel, texts: list[Tensor]) -> dict[str, list[float]]:
-    """Losses by place: full attention, the window alone, the graft, and the graft with the memory of another text."""
-    found: dict[str, list[Tensor]] = {"full attention": [], "window alone": [], "graft": [], "another's memory": []}
+@torch.no_grad()
+def measure(models: dict[str, PreTrainedModel], texts: list[Tensor]) -> dict[str, list[float]]:
+    """Losses by place: those of the models, and of the last of them, the tuned graft, its two controls."""
+    graft = models[TUNED]
+    found: dict[str, list[Tensor]] = {name: [] for name in (*models, *CONTROLS)}
     for text, other in tqdm(list(zip(texts, [*texts[1:], texts[0]])), desc="texts"):
-        found["full attention"].append(token_losses(source, text))
-        found["window alone"].append(token_losses(graft, text, memory_read_only=True))
-        found["graft"].append(token_losses(graft, text))
-        found["another's memory"].append(with_memory_of(graft, other, text))
+        for name, model in models.items():
+            found[name].append(token_losses(model, text))
+        never, anothers = CONTROLS
+        found[never].append(token_losses(graft, text, memory_read_only=True))
+        found[anothers].append(with_memory_of(graft, other, text))
     return {name: by_place(losses) for name, losses in found.items()}
 
 
-def closed(nats: dict[str, list[float]], tokens: int, window: int, by: str = "graft") -> float:
+def closed(nats: dict[str, list[float]], tokens: int, window: int, by: str) -> float:
     """The share of the gap between window and full attention that one of the readers closes, beyond the window."""
     after = [i for i, (start, _) in enumerate(places(tokens)) if start >= window]
     if not after:
         raise ValueError(f"--tokens: {tokens:,} tokens do not reach far enough beyond the window of {window:,}")
-    full, alone, reader = (mean(nats[name][i] for i in after) for name in ("full attention", "window alone", by))
+    full, alone, reader = (mean(nats[name][i] for i in after) for name in (FULL, ALONE, by))
     return (alone - reader) / (alone - full) if alone != reader else 0.0
 
 
@@ -82,9 +111,9 @@ def draw(nats: dict[str, list[float]], tokens: int, window: int, path: Path) -> 
     plt = plots()
     figure, axes = plt.subplots(figsize=(7, 4))
     ends = [end for _, end in places(tokens)]
-    styles = {"full attention": "k-", "window alone": "o-", "graft": "o-", "another's memory": "o--"}
     for name, values in nats.items():
-        axes.plot(ends, values, styles[name], markersize=3, label=name)
+        style = "k-" if name == FULL else "o--" if name in CONTROLS else "o-"
+        axes.plot(ends, values, style, markersize=3, label=name)
     axes.axvline(window, color="black", linestyle=":", linewidth=0.8, label="window")
     axes.set(xscale="log", xlabel="place in the text (tokens)", ylabel="nats per token")
     axes.legend(fontsize=8)
@@ -96,35 +125,33 @@ def draw(nats: dict[str, list[float]], tokens: int, window: int, path: Path) -> 
 def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="folder or Hub name of the model that was grafted from")
-    parser.add_argument("graft", type=Path, help="folder of the graft, tuned or not")
+    parser.add_argument("untuned", type=Path, help="folder of the graft, as titans graft has made it")
+    parser.add_argument("graft", type=Path, help="folder of the graft when it was tuned")
     parser.add_argument("--gguf-file", metavar="NAME", help="the source's file, if it is GGUF")
     parser.add_argument("--texts", required=True, metavar="GLOB", help="text files that neither was tuned on")
     parser.add_argument("--tokens", type=int, default=4096, help="of a text")
     parser.add_argument("--count", type=int, default=8, help="texts to read")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--record", type=Path, help="write <record>.json and <record>.png")
     args = parser.parse_args(argv)
     tokenizer = AutoTokenizer.from_pretrained(args.graft)
-    gguf = {} if args.gguf_file is None else {"gguf_file": args.gguf_file}
-    source = AutoModelForCausalLM.from_pretrained(args.source, dtype=torch.float32, **gguf).eval()
-    graft = AutoModelForCausalLM.from_pretrained(args.graft, dtype=torch.float32).eval()
-    if not isinstance(graft.config, TitansConfig):
-        parser.error(f"{args.graft} is not a Titans model; make one with titans graft {args.source} --out DIR")
-    texts, window = read_texts(args.texts, tokenizer, args.tokens, args.count), graft.config.sliding_window
-    nats = measure(source, graft, texts)
-    share = closed(nats, args.tokens, window)
-    of_another = closed(nats, args.tokens, window, "another's memory")
+    models = load(args, parser)
+    texts, config = read_texts(args.texts, tokenizer, args.tokens, args.count), models[TUNED].config
+    window = config.sliding_window
+    nats = measure(models, texts)
+    shares = {name: closed(nats, args.tokens, window, name) for name in (TUNED, *CONTROLS)}
     print(show(table(nats, args.tokens)))
-    print(
-        f"beyond the window of {window:,} the graft closes {100 * share:.0f} % of the gap to full attention, and "
-        f"{100 * of_another:.0f} % with the memory of another text: the difference is what it remembers of this one"
-    )
+    print(f"of the gap from the window of {window:,} to full attention is closed, beyond the window, by")
+    for name, share in shares.items():
+        print(f"{100 * share:6.1f} %  {name}")
     found = {
         "places": places(args.tokens),
         "window": window,
+        "sinks": config.attention_sinks,
+        "dtype": args.dtype,
         "texts": len(texts),
         "nats": nats,
-        "closed": round(share, 4),
-        "closed_by_another": round(of_another, 4),
+        "closed": {name: round(share, 4) for name, share in shares.items()},
     }
     if args.record:
         write_record(args.record, source=args.source, graft=args.graft.as_posix(), **found)

@@ -80,6 +80,18 @@ def first_place(section: DistilSection, config) -> int:
     return config.sliding_window if section.start is None else section.start
 
 
+def chosen_places(ids: Tensor, start: int, count: int | None) -> Tensor:
+    """Places of rows [B, T] whose predictions count: all from `start` on, or as many drawn from them.
+
+    The draw follows from the rows, so that a run that goes on from a checkpoint draws the same.
+    """
+    places = torch.arange(start, ids.shape[1])
+    if count is not None and count < len(places):
+        generator = torch.Generator().manual_seed(int(ids.sum()))
+        places = places[torch.randperm(len(places), generator=generator)[:count].sort().values]
+    return places.to(ids.device)
+
+
 def overflowed(rows: list[dict], start: int) -> list[dict]:
     """Rows to evaluate, labelled from there on."""
     place = torch.arange(len(rows[0]["labels"]))
@@ -99,7 +111,8 @@ class DistilTrainer(StreamTrainer):
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, **kwargs)
         ids, hidden = inputs["input_ids"], self.section.hidden > 0
-        asked = {"use_cache": False, "logits_to_keep": ids.shape[1] - self.start, "output_hidden_states": hidden}
+        places = chosen_places(ids, self.start, self.section.places)
+        asked = {"use_cache": False, "logits_to_keep": places, "output_hidden_states": hidden}
         with torch.no_grad():
             wanted = self.teacher(ids, **asked)
         found = model(ids, **asked)

@@ -8,6 +8,7 @@ Letters: N weights, D head width, C tokens of a chunk, H heads, P persistent tok
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -60,11 +61,17 @@ def product_flops(model: PreTrainedModel) -> int:
     """
     twice = ("memory.q_proj", "memory.out_proj", "attention.k_proj", "attention.v_proj")
     weights = 0
+    for name, count in linear_weights(model):
+        again = mixer_of(model.config) == "mac" and name.endswith(twice)
+        weights += count * (2 if again else 1)
+    return 6 * weights
+
+
+def linear_weights(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    """The name of every linear layer, and how many weights it has."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            again = mixer_of(model.config) == "mac" and name.endswith(twice)
-            weights += module.weight.numel() * (2 if again else 1)
-    return 6 * weights
+            yield name, module.weight.numel()
 
 
 def mixer_of(config: PreTrainedConfig) -> str:
@@ -157,6 +164,32 @@ def training_flops(model: PreTrainedModel, length: int, half: bool = True) -> Fl
     return Flops(product_flops(model), memory_flops(config), attention_flops(config, length, half))
 
 
+def taught_flops(model: PreTrainedModel, length: int, half: bool, lora_rank: int) -> Flops:
+    """The same where a graft learns from its source (`distil`), whose forward pass is counted, too.
+
+    The base takes no gradients of weights, and below the lowest memory none at all; with LoRA they reach all layers.
+    """
+    config, linear = model.config, dict(linear_weights(model))
+    head = 6 * linear.pop("lm_head")
+    memories = 6 * sum(count for name, count in linear.items() if ".memory." in name)
+    layers = product_flops(model) - head - memories
+    adapters = sum(
+        6 * lora_rank * sum(model.get_submodule(name).weight.shape) for name in linear if ".attention." in name
+    )
+    reached = 1 - lowest_learning_layer(config, lora_rank) / config.num_hidden_layers
+    seen_by_teacher = 4 * config.num_hidden_layers * config.num_attention_heads * length * config.head_dim
+    return Flops(
+        round(layers * (2 + reached) / 3) + head + memories + adapters,
+        memory_flops(config),
+        round(attention_flops(config, length, half) * (1 + 2 * reached) / 3) + seen_by_teacher,
+    )
+
+
+def lowest_learning_layer(config: PreTrainedConfig, lora_rank: int) -> int:
+    """The first layer of a graft that learns."""
+    return 0 if lora_rank else min(filter(config.has_memory, range(config.num_hidden_layers)))
+
+
 def split_batch(batch_tokens: int, rows: int, processes: int, length: int) -> Batch:
     """The accumulation that makes up the global batch, or a `ValueError` if none does."""
     once = rows * processes * length
@@ -175,15 +208,25 @@ def state_bytes(sizes: Sizes, gpus: int) -> int:
     return 16 * sizes.parameters // gpus
 
 
+def taught_state_bytes(model: PreTrainedModel, half: bool, lora_rank: int) -> int:
+    """What learns as above, the frozen base in float32, and the teacher."""
+    learns = sum(parameter.numel() for name, parameter in model.named_parameters() if ".memory." in name)
+    base = model.num_parameters() - learns
+    for name, _ in linear_weights(model):
+        if lora_rank and ".attention." in name:
+            learns += lora_rank * sum(model.get_submodule(name).weight.shape)
+    return 16 * learns + 4 * base + (2 if half else 4) * base
+
+
 def gathered_bytes(sizes: Sizes, gpus: int) -> int:
     """Under FSDP2, what is unsharded at a time, in bfloat16: the embeddings, two layers and a layer's gradient."""
     return 0 if gpus == 1 else 2 * (sizes.parameters - sizes.without_embeddings + 3 * sizes.per_layer)
 
 
-def activation_bytes(config: PreTrainedConfig, tokens: int, checkpointing: bool) -> int:
+def activation_bytes(config: PreTrainedConfig, tokens: int, checkpointing: bool, frozen: int = 0) -> int:
     """An estimate: what the layers keep of `tokens` tokens, then the larger of one more layer's inside and the logits.
 
-    With checkpointing a layer keeps its input, and its inside when it is computed again.
+    With checkpointing a layer keeps its input, and its inside when it is computed again. The first `frozen` keep none.
     """
     chunk_starts = 0
     if mixer_of(config) != "llama":
@@ -191,7 +234,7 @@ def activation_bytes(config: PreTrainedConfig, tokens: int, checkpointing: bool)
         chunk_starts = 8 * M * config.memory_num_heads // config.memory_chunk_size  # weights and momentum, float32
     inside = KEPT_BY_MIXER[mixer_of(config)] * config.hidden_size + 8 * config.intermediate_size + chunk_starts
     logits = BYTES_PER_LOGIT * config.vocab_size
-    layers = config.num_hidden_layers
+    layers = config.num_hidden_layers - frozen
     if checkpointing:
         return tokens * (2 * config.hidden_size * layers + max(inside, logits))
     return tokens * (inside * layers + logits)
@@ -272,7 +315,13 @@ def make_plan(recipe: Recipe, processes: int) -> Plan:
         raise ValueError(f"`hardware.gpu` must be one of {', '.join(GPUS)}, or null; got {hardware.gpu!r}")
     batch = split_batch(training.batch_tokens, training.rows_per_device, processes, data.sequence_length)
     model = empty_model(recipe.configuration())
-    sizes = count_parameters(model)
+    sizes, half = count_parameters(model), training.precision == "bf16"
+    flops, state = training_flops(model, data.sequence_length, half), state_bytes(sizes, processes)
+    frozen = 0
+    if recipe.distil is not None:
+        rank = recipe.distil.lora_rank
+        flops, state = taught_flops(model, data.sequence_length, half, rank), taught_state_bytes(model, half, rank)
+        frozen = lowest_learning_layer(model.config, rank)
     return Plan(
         model=recipe.model.preset
         or f"{recipe.model.family.capitalize()} {getattr(model.config, 'variant', '')}".strip(),
@@ -280,10 +329,10 @@ def make_plan(recipe: Recipe, processes: int) -> Plan:
         tokens=training.tokens,
         steps=math.ceil(training.tokens / batch.tokens),
         batch=batch,
-        flops=training_flops(model, data.sequence_length, training.precision == "bf16"),
-        state=state_bytes(sizes, processes),
+        flops=flops,
+        state=state,
         gathered=gathered_bytes(sizes, processes),
-        activations=activation_bytes(model.config, batch.rows * batch.length, training.gradient_checkpointing),
+        activations=activation_bytes(model.config, batch.rows * batch.length, training.gradient_checkpointing, frozen),
         gpu=hardware.gpu,
         utilisation=hardware.utilisation,
     )

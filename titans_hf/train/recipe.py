@@ -109,6 +109,8 @@ class DistilSection(ClosedSchema):
         teacher: folder of that model, which reads all of a row with full attention.
         gguf_file: the file in that folder, if it is GGUF.
         start: the first place of a row whose prediction counts; by default the student's window.
+        places: of a row, drawn at random, whose predictions count; by default all from the first on. A large vocabulary
+            makes predictions a large part of the work.
         hidden: weight of the distance between last hidden states, beside the divergence of predictions.
         lora_rank: of LoRA on attention's projections; 0 trains the memories alone.
     """
@@ -116,6 +118,7 @@ class DistilSection(ClosedSchema):
     teacher: str
     gguf_file: str | None = None
     start: Annotated[int, Field(ge=0)] | None = None
+    places: Count | None = None
     hidden: Annotated[Number, Field(ge=0)] = 0.0
     lora_rank: Annotated[int, Field(ge=0)] = 0
 
