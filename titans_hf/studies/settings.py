@@ -1,4 +1,8 @@
-"""A table of results as text, for the studies and their command."""
+"""What the studies' command lines share: lists of numbers, and a table of results."""
+
+
+def numbers(text: str) -> list[float]:
+    return [float(x) for x in text.split(",")]
 
 
 def show(rows: list[dict]) -> str:
