@@ -139,8 +139,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser.add_argument("--out", type=Path, default=Path("runs/dna"))
     parser.add_argument("--record", type=Path, help="write <record>.json and <record>.png")
     args = parser.parse_args(argv)
-    args.models = args.models.split(",")
-    args.tasks = [task for given in args.tasks for task in (TABLE4 if given == "table4" else [given])]
+    args.models = list(dict.fromkeys(args.models.split(",")))
+    args.tasks = [task for given in dict.fromkeys(args.tasks) for task in (TABLE4 if given == "table4" else [given])]
     if args.quick:
         vars(args).update(QUICK, lr=args.lr[:1], seeds=args.seeds[:1])
     check(parser, args)
@@ -161,9 +161,9 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     unknown = [model for model in args.models if model not in MODELS]
     if unknown:
         parser.error(f"--models: there is no {unknown[0]!r}; choose from {', '.join(MODELS)}")
-    for option in ("epochs", "batch"):
-        if getattr(args, option) < 1:
-            parser.error(f"--{option} must be at least 1, got {getattr(args, option)}")
+    for option, least in (("epochs", 1), ("batch", 1), ("folds", 2)):
+        if getattr(args, option) < least:
+            parser.error(f"--{option} must be at least {least}, got {getattr(args, option)}")
     for task in args.tasks:
         if not (args.data / task).exists():
             parser.error(f"--tasks: {args.data / task} is not there")

@@ -18,7 +18,7 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
 from ..configuration_titans import VARIANTS
 from ..dna import dna_tokenizer
-from ..dna.data import Examples, Task, read_task
+from ..dna.data import Examples, Task, checked, read_task
 from ..dna.scores import accuracy, mcc
 from ..records.files import write_text
 from .dna_models import build, parameters
@@ -150,7 +150,7 @@ def read_run(run: Run, data: Path, longest: int) -> Task:
     """The run's task, with as many rows as it takes."""
     task = read_task(data / run.task, longest, run.fold, run.folds)
     dev, test = (some_of(split, run.evaluated) for split in (task.dev, task.test))
-    return Task(some_of(task.train, run.rows), dev, test, task.classes)
+    return checked(Task(some_of(task.train, run.rows), dev, test, task.classes), data / run.task)
 
 
 def perform(run: Run, out: Path, data: Path, longest: int, quiet: bool = False) -> None:
