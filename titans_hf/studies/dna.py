@@ -81,7 +81,7 @@ def row(records: list[dict]) -> dict:
         "accuracy": in_percent([one["accuracy"] for one in records]),
         "commonest": in_percent([mean(one["commonest"] for one in records)]),
         "memory off": in_percent([one["mcc_off"] for one in records]) if "mcc_off" in first else None,
-        "tokens/s": round(mean(one["tokens_per_second"] for one in records)),
+        "tokens per processor second": round(mean(one["tokens_per_processor_second"] for one in records)),
     }
 
 

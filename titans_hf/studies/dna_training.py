@@ -114,16 +114,17 @@ def train(run: Run, model: nn.Module, data: Encoded, dev: Encoded, quiet: bool =
     generator, curve, best = torch.Generator().manual_seed(run.seed), [], {}
     with tqdm(total=steps, desc=f"{run.task} {run.model}", disable=quiet, leave=False) as bar:
         for epoch in range(1, run.epochs + 1):
-            losses, started = [], time.time()
+            losses, started, worked = [], time.time(), time.process_time()
             for rows in batches(data, run.batch, generator):
                 losses.append(step(model, optimizer, *data.batch(rows)))
                 schedule.step()
                 bar.update()
-            seconds, said = time.time() - started, predictions(model, dev)
+            times = {"seconds": time.time() - started, "processor_seconds": time.process_time() - worked}
+            said = predictions(model, dev)
             scores = {"mcc": mcc(said, dev.labels), "accuracy": accuracy(said, dev.labels)}
             if not curve or scores["mcc"] > max(one["mcc"] for one in curve):
                 best = {name: value.clone() for name, value in model.state_dict().items()}
-            curve.append({"epoch": epoch, "loss": sum(losses) / len(losses), "seconds": seconds, **scores})
+            curve.append({"epoch": epoch, "loss": sum(losses) / len(losses), **times, **scores})
             bar.set_postfix(loss=f"{curve[-1]['loss']:.3f}", mcc=f"{scores['mcc']:.3f}")
     return curve, best
 
@@ -172,9 +173,11 @@ def perform(run: Run, out: Path, data: Path, longest: int, quiet: bool = False) 
         "mcc": mcc(said, test.labels),
         "accuracy": accuracy(said, test.labels),
         "commonest": max(map(test.labels.count, set(test.labels))) / len(test.labels),
-        "tokens_per_second": run.epochs * splits["train"].tokens() / sum(one["seconds"] for one in curve),
         "curve": curve,
     }
+    read = run.epochs * splits["train"].tokens()
+    for name in ("second", "processor_second"):  # of all threads together: other work on the machine does not count
+        measured[f"tokens_per_{name}"] = read / sum(one[f"{name}s"] for one in curve)
     if run.model in VARIANTS:
         measured["mcc_off"] = mcc(predictions(model, test, memory_read_only=True), test.labels)
     write_text(out / f"{run.name}.json", json.dumps({**asdict(run), **measured}, indent=1) + "\n")
