@@ -289,6 +289,17 @@ def test_classification_by_the_mean_counts_real_tokens_only(variant):
 
 
 @torch.no_grad()
+def test_classification_by_the_mean_counts_exactly_in_bfloat16():
+    """A number of tokens above 256 is rounded in bfloat16: 263 would count as 264."""
+    model = TitansForSequenceClassification(tiny_config("lmm", num_labels=3, classifier_pooling="mean")).bfloat16()
+    states, ones = torch.ones(2, 263, 14, dtype=torch.bfloat16), torch.ones(2, 263)
+    real = model._real_tokens(None, ones, states)
+    assert ((states * real).sum(1) / real.sum(1) == 1).all()
+    assert real.sum(1).unique().item() == 263
+    assert model.eval()(random_ids(2, 7)).logits.dtype == torch.bfloat16
+
+
+@torch.no_grad()
 def test_classification_by_the_mean_goes_on_from_a_cache():
     torch.manual_seed(0)
     model = TitansForSequenceClassification(tiny_config("mag", num_labels=3, classifier_pooling="mean")).double().eval()

@@ -64,6 +64,7 @@ def test_dna_tells_the_models_scores_on_splits_and_on_folds(run, tmp_path):
         ("folds.csv", "cnn", 2),
     ]
     assert len(record["runs"]) == 6
+    assert [point["model"] for point in record["grid"]] == ["lmm", "cnn"] * 2
     assert str(record["table"][0]["MCC"]) in printed
     assert (tmp_path / "dna.png").stat().st_size > 10_000
 

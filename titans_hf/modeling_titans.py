@@ -617,7 +617,8 @@ class TitansForSequenceClassification(GenericForSequenceClassification, TitansPr
         outputs: BaseModelOutputWithPast = self.model(input_ids, **given)
         states = outputs.last_hidden_state
         real = self._real_tokens(input_ids, attention_mask, states)
-        logits = self.score((states * real).sum(1) / real.sum(1).clamp(min=1))
+        mean = (states * real).sum(1) / real.sum(1).clamp(min=1)
+        logits = self.score(mean.to(states.dtype))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
@@ -630,7 +631,7 @@ class TitansForSequenceClassification(GenericForSequenceClassification, TitansPr
         )
 
     def _real_tokens(self, input_ids: Tensor | None, attention_mask: Tensor | None, states: Tensor) -> Tensor:
-        """[B, T, 1] of the states' type: 1 at the tokens whose mean classifies their row, 0 at padding."""
+        """[B, T, 1], float32 at least: 1 at the tokens whose mean classifies their row, 0 at padding."""
         B, T, _ = states.shape
         if attention_mask is not None:
             real = attention_mask[:, -T:] != 0
@@ -638,7 +639,7 @@ class TitansForSequenceClassification(GenericForSequenceClassification, TitansPr
             real = input_ids != self.config.pad_token_id
         else:
             real = torch.ones(B, T, dtype=torch.bool)
-        return real[..., None].to(states)
+        return real[..., None].to(states.device, torch.promote_types(states.dtype, torch.float32))
 
 
 # Trainer (label smoothing) and pipelines look names up in these tables, which `AutoModel...register` does not fill.

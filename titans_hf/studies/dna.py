@@ -32,6 +32,7 @@ TABLE4 = (
     "human_nontata_promoters",
     "human_ocr_ensembl",
 )
+Found = dict[tuple[str, str], list[dict]]  # records by task and model
 QUICK = {"epochs": 1, "rows": 128, "evaluated": 128, "folds": 2}
 
 
@@ -47,8 +48,9 @@ def places(args: argparse.Namespace, task: str) -> list[tuple[int | None, int]]:
     return [(fold, seed) for seed in args.seeds for fold in folds]
 
 
-def study(args: argparse.Namespace) -> dict[tuple[str, str], list[dict]]:
-    """By task and model the records of all seeds and folds with the learning rate that is best on dev."""
+def study(args: argparse.Namespace) -> tuple[Found, list[dict]]:
+    """By task and model the records of all seeds and folds with the learning rate that is best on dev; and the rates
+    tried on the first."""
     do = partial(perform_all, out=args.out, jobs=args.jobs)
     do = partial(do, perform=partial(perform, data=args.data, longest=args.longest, quiet=args.jobs > 0))
     pairs = [(task, model) for task in args.tasks for model in args.models]
@@ -59,10 +61,10 @@ def study(args: argparse.Namespace) -> dict[tuple[str, str], list[dict]]:
         own = [record for record in tried if (record["task"], record["model"]) == pair]
         best[pair] = max(own, key=lambda record: record["dev_mcc"])["lr"]
     runs = [run_of(args, *pair, place, best[pair]) for pair in pairs for place in places(args, pair[0])]
-    found: dict[tuple[str, str], list[dict]] = {pair: [] for pair in pairs}
+    found: Found = {pair: [] for pair in pairs}
     for record in do(runs):
         found[record["task"], record["model"]].append(record)
-    return found
+    return found, [{name: record[name] for name in ("task", "model", "lr", "dev_mcc")} for record in tried]
 
 
 def row(records: list[dict]) -> dict:
@@ -90,7 +92,7 @@ def in_percent(shares: list[float]) -> str:
     return f"{100 * mean(shares):.1f}{spread}"
 
 
-def draw(found: dict[tuple[str, str], list[dict]], path: Path) -> None:
+def draw(found: Found, path: Path) -> None:
     """MCC on the test split as bars, by task and model, with the spread over seeds and folds."""
     plt = plots()
     tasks, models = (list(dict.fromkeys(pair[i] for pair in found)) for i in (0, 1))
@@ -145,12 +147,12 @@ def main(argv: list[str] | None = None) -> list[dict]:
         vars(args).update(QUICK, lr=args.lr[:1], seeds=args.seeds[:1])
     check(parser, args)
 
-    found = study(args)
+    found, grid = study(args)
     rows = [row(records) for records in found.values()]
     print(show(rows))
     if args.record:
         runs = [record for records in found.values() for record in records]
-        about = {"sizes": SIZES, "size": PARAMETERS, "rates": args.lr, "seeds": args.seeds}
+        about = {"sizes": SIZES, "parameters": PARAMETERS, "seeds": args.seeds, "grid": grid}
         write_record(args.record, **about, table=rows, runs=runs)
         draw(found, args.record.with_suffix(".png"))
     return rows
