@@ -96,7 +96,7 @@ def draw(found: Found, path: Path) -> None:
     """MCC on the test split as bars, by task and model, with the spread over seeds and folds."""
     plt = plots()
     tasks, models = (list(dict.fromkeys(pair[i] for pair in found)) for i in (0, 1))
-    figure, axes = plt.subplots(figsize=(1.8 + 1.5 * len(tasks), 3.6))
+    figure, axes = plt.subplots(figsize=(max(4.8, 1.8 + 1.5 * len(tasks)), 3.6))
     width = 0.8 / len(models)
     for number, model in enumerate(models):
         scores = [[100 * one["mcc"] for one in found[task, model]] for task in tasks]
@@ -105,7 +105,7 @@ def draw(found: Found, path: Path) -> None:
         bars = axes.bar(at, list(map(mean, scores)), width, label=model, yerr=spread if any(spread) else None)
         axes.bar_label(bars, fmt="%.0f", fontsize=7, padding=1)
     axes.set_xticks(range(len(tasks)), [shown(task) for task in tasks], fontsize=8)
-    axes.set(ylabel="MCC on the test split (%)", title="DNA classification, trained from scratch")
+    axes.set(ylabel="MCC on the test split (%)", title="DNA, trained from scratch")
     axes.axhline(0, color="black", linewidth=0.8)
     axes.margins(y=0.12)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
