@@ -41,6 +41,7 @@ BAD_FIELDS = [
     ("memory_max_surprise", dict(memory_max_surprise=0.0)),
     ("memory_theta_max", dict(memory_theta_max=0.0)),
     ("memory_forget_to", dict(memory_forget_to="end")),
+    ("classifier_pooling", dict(classifier_pooling="first")),
     ("memory_write", dict(memory_write="late")),
     ("memory_step", dict(memory_step="long")),
     ("memory_hidden_step", dict(memory_hidden_step=0.0)),

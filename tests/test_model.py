@@ -271,6 +271,46 @@ def test_classification_reads_the_last_real_token(variant):
 
 
 @every_variant
+@torch.no_grad()
+def test_classification_by_the_mean_counts_real_tokens_only(variant):
+    torch.manual_seed(0)
+    config = tiny_config(variant, num_labels=3, classifier_pooling="mean")
+    model = TitansForSequenceClassification(config).double().eval()
+    ids, labels = random_ids(2, 12), torch.tensor([2, 0])
+    expected = model.model(ids).last_hidden_state.mean(1) @ model.score.weight.T
+    found = model(ids, labels=labels)
+    assert_close(found.logits, expected, 1e-9)
+    assert_close(found.loss, torch.nn.functional.cross_entropy(expected, labels), 1e-9)
+    left = torch.cat((torch.zeros(2, 5, dtype=torch.long), ids), dim=1)
+    for padded in (left, left.roll(-5, dims=1)):
+        assert_close(model(padded, attention_mask=(padded > 0).long()).logits, expected, 1e-9)
+    embeds = model.get_input_embeddings()(ids)
+    assert_close(model(inputs_embeds=embeds).logits, expected, 1e-9)
+
+
+@torch.no_grad()
+def test_classification_by_the_mean_counts_exactly_in_bfloat16():
+    """A number of tokens above 256 is rounded in bfloat16: 263 would count as 264."""
+    model = TitansForSequenceClassification(tiny_config("lmm", num_labels=3, classifier_pooling="mean")).bfloat16()
+    states, ones = torch.ones(2, 263, 14, dtype=torch.bfloat16), torch.ones(2, 263)
+    real = model._real_tokens(None, ones, states)
+    assert ((states * real).sum(1) / real.sum(1) == 1).all()
+    assert real.sum(1).unique().item() == 263
+    assert model.eval()(random_ids(2, 7)).logits.dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_classification_by_the_mean_goes_on_from_a_cache():
+    torch.manual_seed(0)
+    model = TitansForSequenceClassification(tiny_config("mag", num_labels=3, classifier_pooling="mean")).double().eval()
+    ids, cache = random_ids(2, 11), TitansCache(model.config)
+    model(ids[:, :4], past_key_values=cache)
+    later = model(ids[:, 4:], attention_mask=torch.ones(2, 11), past_key_values=cache)
+    assert later.past_key_values is cache
+    assert_close(later.logits, model.model(ids).last_hidden_state[:, 4:].mean(1) @ model.score.weight.T, 1e-9)
+
+
+@every_variant
 def test_bad_input_is_refused_by_name_before_anything_is_read(variant):
     model, ids = tiny_model(variant), random_ids(2, 7)
     cache = TitansCache(model.config)

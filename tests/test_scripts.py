@@ -49,6 +49,26 @@ def test_recall_writes_its_curve_and_accuracies(run, tmp_path):
     assert (tmp_path / "recall.png").stat().st_size > 10_000
 
 
+def test_dna_tells_the_models_scores_on_splits_and_on_folds(run, tmp_path):
+    rows = "".join(f"{'ACGT'[i % 4] * 9}{'TTG' if i % 2 else 'CCA'},{i % 2}\n" for i in range(24))
+    (tmp_path / "gue").mkdir()
+    for name in ("gue/train", "gue/test", "folds"):
+        (tmp_path / f"{name}.csv").write_text("sequence,label\n" + rows)
+    tasks = ["--data", tmp_path, "--tasks", "gue", "folds.csv", "--models", "lmm,cnn", "--quick"]
+    printed = run("studies/dna.py", *tasks, "--out", tmp_path / "runs", "--record", tmp_path / "dna")
+    record = json.loads((tmp_path / "dna.json").read_text())
+    assert [(line["task"], line["model"], line["runs"]) for line in record["table"]] == [
+        ("gue", "lmm", 1),
+        ("gue", "cnn", 1),
+        ("folds.csv", "lmm", 2),
+        ("folds.csv", "cnn", 2),
+    ]
+    assert len(record["runs"]) == 6
+    assert [point["model"] for point in record["grid"]] == ["lmm", "cnn"] * 2
+    assert str(record["table"][0]["MCC"]) in printed
+    assert (tmp_path / "dna.png").stat().st_size > 10_000
+
+
 def test_stability_reports_every_case(run, tmp_path):
     run("studies/stability.py", "--tokens", 500, "--variants", "mac", "lmm", "--record", tmp_path / "stability")
     record = json.loads((tmp_path / "stability.json").read_text())

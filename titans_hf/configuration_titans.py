@@ -12,6 +12,7 @@ MEMORY_WRITES = ("chunk", "delta")
 MEMORY_FORGET_TO = ("zero", "start")
 MEMORY_COMBINES = ("gate_attention", "gate_memory", "add")
 MEMORY_IMPLEMENTATIONS = ("auto", "torch", "triton", "recurrent")
+CLASSIFIER_POOLINGS = ("last", "mean")
 LAYER_LISTS = ("memory_layers", "full_attention_layers", "rotary_layers")
 
 # Saved with every checkpoint, beside the code itself: it loads with `trust_remote_code=True` where titans_hf is not
@@ -90,6 +91,8 @@ class TitansConfig(PreTrainedConfig):
             are installed and serve the tensors, else torch) or "recurrent" (the token loop, for checks).
         max_position_embeddings: what tools take for the longest input. Positions are local, so nothing in the model
             depends on it.
+        classifier_pooling: what `TitansForSequenceClassification` classifies a row by: its "last" token, or the "mean"
+            of its tokens.
     """
 
     model_type = "titans"
@@ -161,6 +164,7 @@ class TitansConfig(PreTrainedConfig):
     memory_layers: list[int] | None = None
     full_attention_layers: list[int] | None = None
     attention_sinks: int = 0
+    classifier_pooling: str = "last"
 
     def __post_init__(self, **kwargs):
         if self.num_key_value_heads is None:
@@ -249,6 +253,7 @@ class TitansConfig(PreTrainedConfig):
             ("memory_forget_to", MEMORY_FORGET_TO),
             ("memory_combine", MEMORY_COMBINES),
             ("memory_implementation", MEMORY_IMPLEMENTATIONS),
+            ("classifier_pooling", CLASSIFIER_POOLINGS),
         ):
             if getattr(self, field) not in choices:
                 raise ValueError(f"`{field}` must be one of {choices}, got {getattr(self, field)!r}")
@@ -418,6 +423,7 @@ NEITHER = (  # concerns training, tools or the choice between equal implementati
     "bos_token_id",
     "eos_token_id",
     "memory_implementation",
+    "classifier_pooling",
 )
 
 POSITIVE_FIELDS = (

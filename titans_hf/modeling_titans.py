@@ -16,7 +16,11 @@ from transformers.cache_utils import Cache
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -582,7 +586,7 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
 
 
 class TitansForSequenceClassification(GenericForSequenceClassification, TitansPreTrainedModel):
-    """Titans with a classification head on each row's last token."""
+    """Titans with a classification head on each row's last token, or on the mean of its tokens."""
 
     def __init__(self, config: TitansConfig):
         TitansPreTrainedModel.__init__(self, config)
@@ -590,6 +594,54 @@ class TitansForSequenceClassification(GenericForSequenceClassification, TitansPr
         self.model = TitansModel(config)
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> SequenceClassifierOutputWithPast:
+        """A row's logits, and the loss against `labels`; arguments as in `TitansModel`. `config.classifier_pooling`:
+
+        "last" takes the last token that is not `config.pad_token_id`, as in transformers. "mean" takes the mean of the
+        tokens that `attention_mask` keeps, and without it, of those that are not `config.pad_token_id`.
+        """
+        given = dict(attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds)
+        given |= dict(past_key_values=past_key_values, use_cache=use_cache, **kwargs)
+        if self.config.classifier_pooling == "last":
+            return super().forward(input_ids, labels=labels, **given)
+        outputs: BaseModelOutputWithPast = self.model(input_ids, **given)
+        states = outputs.last_hidden_state
+        real = self._real_tokens(input_ids, attention_mask, states)
+        mean = (states * real).sum(1) / real.sum(1).clamp(min=1)
+        logits = self.score(mean.to(states.dtype))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _real_tokens(self, input_ids: Tensor | None, attention_mask: Tensor | None, states: Tensor) -> Tensor:
+        """[B, T, 1], float32 at least: 1 at the tokens whose mean classifies their row, 0 at padding."""
+        B, T, _ = states.shape
+        if attention_mask is not None:
+            real = attention_mask[:, -T:] != 0
+        elif input_ids is not None and self.config.pad_token_id is not None:
+            real = input_ids != self.config.pad_token_id
+        else:
+            real = torch.ones(B, T, dtype=torch.bool)
+        return real[..., None].to(states.device, torch.promote_types(states.dtype, torch.float32))
 
 
 # Trainer (label smoothing) and pipelines look names up in these tables, which `AutoModel...register` does not fill.

@@ -31,16 +31,21 @@ def build(family: str, sizes: dict, parameters: int, seed: int, **fields) -> Pre
         fields: of the family's configuration. Baselines take two more, which give them the start that Titans has by its
             own fields: `embedding_range`, and `mixer_scale`, how much smaller the mixers' output projections start.
     """
-    narrow, wide = (count(family, {**sizes, "intermediate_size": width}, fields) for width in (64, 128))
-    per_width = (wide - narrow) / 64
-    width = max(8, round((64 + (parameters - narrow) / per_width) / 8) * 8) if per_width else 64
+    width = fitted_width(lambda width: count(family, {**sizes, "intermediate_size": width}, fields), parameters)
     torch.manual_seed(seed)
-    return _model(family, {**sizes, "intermediate_size": width}, fields)
+    return language_model(family, {**sizes, "intermediate_size": width}, fields)
+
+
+def fitted_width(count: Callable[[int], int], parameters: int) -> int:
+    """The feed-forward width, a multiple of 8, whose count is nearest to `parameters`; the count is linear in it."""
+    narrow, wide = count(64), count(128)
+    per_width = (wide - narrow) / 64
+    return max(8, round((64 + (parameters - narrow) / per_width) / 8) * 8) if per_width else 64
 
 
 def count(family: str, sizes: dict, fields: dict) -> int:
     with torch.device("meta"):
-        return _model(family, sizes, fields).num_parameters()
+        return language_model(family, sizes, fields).num_parameters()
 
 
 def state_bytes(model: PreTrainedModel) -> int | None:
@@ -60,9 +65,10 @@ def state_bytes(model: PreTrainedModel) -> int | None:
     return None
 
 
-def _model(family: str, sizes: dict, fields: dict) -> PreTrainedModel:
+def language_model(family: str, sizes: dict, fields: dict) -> PreTrainedModel:
+    """A model with exactly these sizes, `intermediate_size` among them."""
     if family in VARIANTS:
-        return _titans(family, sizes, fields)
+        return TitansForCausalLM(titans_config(family, sizes, fields))
     fields = dict(fields)
     embedding_range, mixer_scale = fields.pop("embedding_range", None), fields.pop("mixer_scale", 1.0)
     model = _BUILDERS[family](sizes, fields)
@@ -76,7 +82,8 @@ def _model(family: str, sizes: dict, fields: dict) -> PreTrainedModel:
     return model
 
 
-def _titans(variant: str, sizes: dict, fields: dict) -> TitansForCausalLM:
+def titans_config(variant: str, sizes: dict, fields: dict) -> TitansConfig:
+    """A configuration of these sizes, whose attention and memory have grids that fit the window."""
     window = sizes["window"]
     own = {
         "variant": variant,
@@ -87,7 +94,7 @@ def _titans(variant: str, sizes: dict, fields: dict) -> TitansForCausalLM:
     }
     shared = {name: value for name, value in sizes.items() if name != "window"}
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
-    return TitansForCausalLM(TitansConfig(**{**shared, **own, **tokens, **fields}))
+    return TitansConfig(**{**shared, **own, **tokens, **fields})
 
 
 def _gdn(sizes: dict, fields: dict) -> PreTrainedModel:
