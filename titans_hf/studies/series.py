@@ -1,0 +1,110 @@
+"""Long-term forecasting (Table 3): Titans beside DLinear and PatchTST, on any CSV file with a `date` column.
+
+Splits are of 12, 4 and 4 months for the ETT files and 7/1/2 for others; values are scaled by the training rows, errors
+are of scaled values, and every test window counts. Each model's learning rate is the best by validation at the first
+horizon. A run that is done is kept in --out, and found again.
+
+    python scripts/studies/series.py DATA/timeseries/ett/ETTh1.csv DATA/timeseries/ett/ETTh2.csv --record series
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ..records.files import write_record, write_text
+from .runner import perform_all
+from .series_models import MODELS
+from .series_report import draw, markdown, summary
+from .series_runs import Run, perform, read_once
+
+HORIZONS = (96, 192, 336, 720)
+
+
+def plan(args: argparse.Namespace, csv: Path, model: str) -> list[Run]:
+    """A run for every learning rate, at the first horizon and with the first seed."""
+    own = {}
+    for setting in args.set:
+        place, _, value = setting.partition("=")
+        of, _, field = place.partition(".")
+        if of not in MODELS or not field or not value:
+            raise ValueError(f"--set: {setting!r} is not MODEL.FIELD=VALUE of {', '.join(MODELS)}")
+        if of == model:
+            try:
+                own[field] = json.loads(value)
+            except json.JSONDecodeError:
+                own[field] = value
+    return [
+        Run(
+            data=csv.stem,
+            horizon=args.horizons[0],
+            model=model,
+            fields=json.dumps(own, sort_keys=True),
+            look_back=args.look_back,
+            epochs=args.epochs,
+            patience=args.patience,
+            batch=args.batch,
+            stride=args.stride,
+            lr=lr,
+            weight_decay=args.weight_decay,
+            seed=args.seeds[0],
+            csv=str(csv),
+            irregular=args.irregular,
+        )
+        for lr in args.lr
+    ]
+
+
+def measure(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
+    """The records of all datasets, models, horizons and seeds; and those of the learning rates tried."""
+    found, tried = [], []
+    for csv in args.csv:
+        for horizon in args.horizons:  # before anything is trained
+            for split in ("train", "val", "test"):
+                read_once(csv, args.irregular).windows(split, args.look_back, horizon)
+    for csv in args.csv:
+        rates = [plan(args, csv, model) for model in args.models]
+        records = perform_all([run for of_model in rates for run in of_model], args.out, args.jobs, perform)
+        tried += records
+        best = []
+        for of_model in rates:
+            mine, records = records[: len(of_model)], records[len(of_model) :]
+            best.append(of_model[min(range(len(mine)), key=lambda i: mine[i]["validation"])])
+        runs = [
+            replace(run, horizon=horizon, seed=seed) for horizon in args.horizons for run in best for seed in args.seeds
+        ]
+        found += perform_all(runs, args.out, args.jobs, perform)
+    return found, tried
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", type=Path, nargs="+")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--horizons", type=int, nargs="+", default=list(HORIZONS))
+    parser.add_argument("--look-back", type=int, default=96)
+    parser.add_argument("--lr", type=float, nargs="+", default=[3e-4, 1e-3, 3e-3])
+    parser.add_argument("--epochs", type=int, default=10, help="at most")
+    parser.add_argument("--patience", type=int, default=3, help="epochs without a better validation error")
+    parser.add_argument("--batch", type=int, default=64, help="windows, of all channels")
+    parser.add_argument("--stride", type=int, default=1, help="every n-th window in training and validation")
+    parser.add_argument("--weight-decay", type=float, default=0.01)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--set", nargs="+", default=[], help="titans.variant=mac: a field of a model's configuration")
+    parser.add_argument("--irregular", action="store_true", help="take rows as they come, whatever their dates")
+    parser.add_argument("--jobs", type=int, default=0, help="runs side by side; 0 in this process")
+    parser.add_argument("--out", type=Path, default=Path("runs/series"))
+    parser.add_argument("--record", type=Path, help="write <record>.json, .md and .png")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    records, tried = measure(args)
+    print(markdown(records))
+    if args.record:
+        runs = [{name: value for name, value in run.items() if name != "irregular"} for run in records]
+        rates = [{name: run[name] for name in ("data", "model", "horizon", "lr", "seed", "validation")} for run in tried]
+        write_record(args.record, table=summary(records), runs=runs, learning_rates=rates)
+        write_text(args.record.with_suffix(".md"), markdown(records))
+        draw(records, args.record.with_suffix(".png"))
