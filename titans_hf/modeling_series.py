@@ -1,4 +1,4 @@
-"""Titans for time series (Section 5.5): the memory takes the place of the sequence layer in a forecaster of patches.
+"""Titans for time series (Table 3): the memory takes the place of the sequence layer in a forecaster of patches.
 
 Every series is normalised by what was observed of its look-back, cut into patches, read by a Titans model, and forecast
 by one linear layer from the last patches' outputs.
@@ -191,8 +191,9 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
             cache = self._begin(past, observed, use_cache)
         values = torch.cat((cache.values, (past - cache.loc) / cache.scale * observed), dim=1)
         observed = torch.cat((cache.observed, observed), dim=1)
-        patches = [x.transpose(1, 2).unfold(-1, self.config.patch_length, self.config.patch_stride)
-                   for x in (values, observed)]  # [B, C, new patches, P]
+        patches = [
+            x.transpose(1, 2).unfold(-1, self.config.patch_length, self.config.patch_stride) for x in (values, observed)
+        ]  # [B, C, new patches, P]
         embeds = self.embedding(*patches)
         outputs = self.model(
             inputs_embeds=embeds.flatten(0, 1), past_key_values=cache.memory, use_cache=use_cache, **options
@@ -221,7 +222,9 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
             loc, scale = torch.zeros_like(loc), torch.ones_like(scale)
         memory = TitansCache(self.config, rewind=False) if use_cache else None
         nothing = past[:, :0]
-        return SeriesCache(memory, loc, scale, nothing, observed[:, :0], past.new_zeros(B, C, 0, self.config.hidden_size))
+        return SeriesCache(
+            memory, loc, scale, nothing, observed[:, :0], past.new_zeros(B, C, 0, self.config.hidden_size)
+        )
 
     @property
     def _lead(self) -> int:
@@ -245,9 +248,9 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
 
     def _check_past(self, past: Tensor, observed: Tensor, cache: SeriesCache | None) -> None:
         config, (B, L, C) = self.config, past.shape
-        if C != config.num_input_channels:
+        if config.num_input_channels != C:
             raise ValueError(f"`past_values` has {C} channels, and `num_input_channels` is {config.num_input_channels}")
-        if config.series_tokens == "variate" and (cache is not None or L > config.context_length):
+        if config.series_tokens == "variate" and (cache is not None or config.context_length < L):
             raise ValueError(
                 "a token is a whole series with `series_tokens='variate'`: pass the last `context_length` time steps "
                 "and no `past_key_values`, or train a model with `series_tokens='patch'`"

@@ -104,7 +104,9 @@ def main() -> None:
     print(markdown(records))
     if args.record:
         runs = [{name: value for name, value in run.items() if name != "irregular"} for run in records]
-        rates = [{name: run[name] for name in ("data", "model", "horizon", "lr", "seed", "validation")} for run in tried]
+        rates = [
+            {name: run[name] for name in ("data", "model", "horizon", "lr", "seed", "validation")} for run in tried
+        ]
         write_record(args.record, table=summary(records), runs=runs, learning_rates=rates)
         write_text(args.record.with_suffix(".md"), markdown(records))
         draw(records, args.record.with_suffix(".png"))

@@ -37,7 +37,7 @@ PATCHTST = {  # the sizes that its authors took for ETTh
 
 
 class DLinear(nn.Module):
-    """Two linear layers over time, for a moving average and for what is left (arXiv 2205.13504). Channels share them."""
+    """Two linear layers over time, for a moving average and for the rest (arXiv 2205.13504). Channels share them."""
 
     def __init__(self, look_back: int, horizon: int):
         super().__init__()

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import get_cosine_schedule_with_warmup
 
+from .. import TitansForTimeSeriesPrediction
 from ..records.files import write_text
 from .series_data import Series, read_series
-from .series_models import build
+from .series_models import Forecaster, build
 
 DROPPED_BATCH = 128  # older code left out the last incomplete batch of the test, and this is PatchTST's size of one
 TESTED = 256  # windows side by side
@@ -135,7 +136,12 @@ def train(run: Run, series: Series, progress: Callable[[str], None]) -> tuple[nn
         raise ValueError(f"`lr` {run.lr} is too high: {run.name} has no finite validation error")
     model.load_state_dict(kept)
     measured = {"parameters": sum(p.numel() for p in model.parameters()), "seconds": round(time.time() - started, 1)}
-    measured |= {"training_windows": len(chosen), "training_mse": training, "validation": best, "validation_curve": curve}
+    measured |= {
+        "training_windows": len(chosen),
+        "training_mse": training,
+        "validation": best,
+        "validation_curve": curve,
+    }
     return model.eval(), measured
 
 
@@ -159,3 +165,24 @@ def perform(run: Run, out: Path) -> None:
         model.model.save_pretrained(out / run.name)
     write_text(out / f"{run.name}.json", json.dumps({**run.facts, **measured}, indent=1) + "\n")
     progress.unlink(missing_ok=True)
+
+
+def evaluate(model: TitansForTimeSeriesPrediction, path: Path, split: str = "test", irregular: bool = False) -> dict:
+    """The errors of a saved forecaster on the scaled series of a CSV file."""
+    config, series = model.config, read_series(path, irregular)
+    if len(series.channels) != config.num_input_channels:
+        raise ValueError(
+            f"{path} has {len(series.channels)} channels, and the model's `num_input_channels` is "
+            f"{config.num_input_channels}: pass a file like the one that it was trained on"
+        )
+    windows = series.windows(split, config.context_length, config.prediction_length)
+    weight = model.head.proj.weight
+
+    def forecast(values: Tensor) -> Tensor:
+        return Forecaster(model)(values.to(weight)).to(values)
+
+    found = errors(forecast, windows, config.context_length, series.name)
+    facts = {"data": series.name, "sha256": sha256(path.read_bytes()).hexdigest(), "split": split}
+    facts |= {"look_back": config.context_length, "horizon": config.prediction_length}
+    facts |= {"windows": len(windows), "channels": len(series.channels)}
+    return {**facts, **found.mean(), "dropping": found.without_last_batch()}
