@@ -198,7 +198,8 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         outputs = self.model(
             inputs_embeds=embeds.flatten(0, 1), past_key_values=cache.memory, use_cache=use_cache, **options
         )
-        read = torch.cat((cache.outputs, outputs.last_hidden_state.unflatten(0, (B, C))), dim=2)
+        made = embeds + outputs.last_hidden_state.unflatten(0, (B, C))
+        read = torch.cat((cache.outputs, made), dim=2)
         read = read[:, :, -self.config.num_patches :]
         cache.values, cache.observed = self._overlap(values), self._overlap(observed)
         cache.outputs = read
@@ -211,7 +212,8 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         values = (past - cache.loc) / cache.scale * observed
         embeds = self.embedding(values.transpose(1, 2), observed.transpose(1, 2))  # [B, C, hidden]
         outputs = self.model(inputs_embeds=torch.cat((embeds, embeds), dim=1), use_cache=False, **options)
-        return self.head(outputs.last_hidden_state[:, past.shape[2] :, None]), cache, outputs
+        made = embeds + outputs.last_hidden_state[:, past.shape[2] :]
+        return self.head(made[:, :, None]), cache, outputs
 
     def _begin(self, past: Tensor, observed: Tensor, use_cache: bool) -> SeriesCache:
         """The cache before the first patch: mean and deviation of the look-back, and nothing read."""
