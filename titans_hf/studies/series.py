@@ -16,7 +16,7 @@ import torch
 
 from ..records.files import write_record, write_text
 from .runner import perform_all
-from .series_models import MODELS
+from .series_models import DEFAULTS, MODELS
 from .series_report import draw, markdown, summary
 from .series_runs import Run, perform, read_once
 
@@ -25,7 +25,7 @@ HORIZONS = (96, 192, 336, 720)
 
 def plan(args: argparse.Namespace, csv: Path, model: str) -> list[Run]:
     """A run for every learning rate, at the first horizon and with the first seed."""
-    own = {}
+    own = dict(DEFAULTS[model])
     for setting in args.set:
         place, _, value = setting.partition("=")
         of, _, field = place.partition(".")
@@ -85,10 +85,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--horizons", type=int, nargs="+", default=list(HORIZONS))
     parser.add_argument("--look-back", type=int, default=96)
-    parser.add_argument("--lr", type=float, nargs="+", default=[3e-4, 1e-3, 3e-3])
-    parser.add_argument("--epochs", type=int, default=10, help="at most")
-    parser.add_argument("--patience", type=int, default=3, help="epochs without a better validation error")
-    parser.add_argument("--batch", type=int, default=64, help="windows, of all channels")
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-3, 3e-3])
+    parser.add_argument("--epochs", type=int, default=3, help="at most")
+    parser.add_argument("--patience", type=int, default=2, help="epochs without a better validation error")
+    parser.add_argument("--batch", type=int, default=32, help="windows, of all channels")
     parser.add_argument("--stride", type=int, default=1, help="every n-th window in training and validation")
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])

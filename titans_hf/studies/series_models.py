@@ -14,25 +14,32 @@ from .. import TitansForTimeSeriesPrediction, TitansTimeSeriesConfig
 
 MODELS = ("titans", "dlinear", "patchtst")
 TREND = 25  # time steps of DLinear's moving average
-TITANS = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_persistent_tokens": 0,
-    "embedding_dropout": 0.1,
-    "head_dropout": 0.3,
-}
-PATCHTST = {  # the sizes that its authors took for ETTh
-    "patch_length": 16,
-    "patch_stride": 8,
-    "d_model": 16,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 3,
-    "ffn_dim": 128,
-    "ff_dropout": 0.3,
-    "path_dropout": 0.3,
-    "head_dropout": 0.0,
-    "pooling_type": None,
+DEFAULTS = {
+    "titans": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_persistent_tokens": 0,
+        "memory_chunk_size": 6,
+        "patch_length": 16,
+        "patch_stride": 16,
+        "embedding_dropout": 0.1,
+        "head_dropout": 0.3,
+    },
+    "patchtst": {  # the sizes that its authors took for ETTh
+        "patch_length": 16,
+        "patch_stride": 8,
+        "d_model": 16,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "ffn_dim": 128,
+        "ff_dropout": 0.3,
+        "path_dropout": 0.3,
+        "head_dropout": 0.0,
+        "pooling_type": None,
+    },
+    "dlinear": {},
 }
 
 
@@ -64,14 +71,14 @@ class Forecaster(nn.Module):
 
 
 def build(model: str, fields: str, look_back: int, horizon: int, channels: int, seed: int) -> nn.Module:
-    """The model with random weights; `fields`, as JSON, are those of its configuration that differ from above."""
+    """The model with random weights; `fields`, as JSON, are those of its configuration."""
     torch.manual_seed(seed)
     sizes = {"context_length": look_back, "prediction_length": horizon, "num_input_channels": channels}
     own = json.loads(fields)
     if model == "titans":
-        return Forecaster(TitansForTimeSeriesPrediction(TitansTimeSeriesConfig(**{**TITANS, **sizes, **own})))
+        return Forecaster(TitansForTimeSeriesPrediction(TitansTimeSeriesConfig(**sizes, **own)))
     if model == "patchtst":
-        return Forecaster(PatchTSTForPrediction(PatchTSTConfig(**{**PATCHTST, **sizes, **own})))
+        return Forecaster(PatchTSTForPrediction(PatchTSTConfig(**sizes, **own)))
     if own:
         raise ValueError(f"`dlinear` has no field {next(iter(own))!r}: leave it out")
     return DLinear(look_back, horizon)
