@@ -150,6 +150,27 @@ def test_series_are_read_by_themselves_as_patches_and_together_as_variates():
         assert ((change[:2] == 0) if alone else (change[:2] > 1e-6)).all()  # the first channel hears of the last, too
 
 
+def test_a_model_in_half_precision_takes_values_as_they_are():
+    """Mean and deviation keep the precision of the values, and only what is between them has the model's."""
+    model, values = tiny_forecaster(dtype=torch.float32), 1e4 + series(L + 3, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(values)
+        found = model.bfloat16()(values[:, :L], use_cache=True)
+        found = model(values[:, L:], past_key_values=found.past_key_values)
+    assert torch.equal(found.loc, expected.loc)
+    assert found.prediction_outputs.dtype == torch.float32
+    difference = (found.prediction_outputs - expected.prediction_outputs) / expected.scale
+    assert difference.abs().max() < 0.3
+
+
+def test_variate_tokens_leave_no_cache():
+    model = tiny_forecaster(series_tokens="variate")
+    with torch.no_grad():
+        assert model(series(), use_cache=True).past_key_values is None
+        with pytest.raises(ValueError, match="variate"):
+            model(series(L + 3))
+
+
 def test_the_loss_is_the_mean_squared_error_of_observed_targets():
     model, future = tiny_forecaster(), series(F, seed=3)
     future[0, 2, 1] = math.nan

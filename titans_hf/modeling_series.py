@@ -82,8 +82,9 @@ class SeriesEmbedding(nn.Module):
         self.dropout = nn.Dropout(config.embedding_dropout)
 
     def forward(self, values: Tensor, observed: Tensor) -> Tensor:
-        """[..., width] each to [..., hidden]."""
-        return self.dropout(self.proj(torch.cat((values, observed.to(values.dtype)), dim=-1)))
+        """[..., width] each to [..., hidden], in the model's precision whatever that of the values."""
+        told = torch.cat((values, observed.to(values.dtype)), dim=-1)
+        return self.dropout(self.proj(told.to(self.proj.weight.dtype)))
 
 
 class SeriesHead(nn.Module):
@@ -153,14 +154,15 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
             past_key_values: a `SeriesCache` to go on from; it is updated. `past_values` are then what was observed
                 since, whole strides of it. The forecast equals that of reading all at once, if the first read was at
                 least `context_length` long: mean and deviation stay those of the first read.
-            use_cache: whether to return a cache. By default `config.use_cache`, and always when going on from one.
+            use_cache: whether to return a cache. By default `config.use_cache`; always when going on from one; never
+                with variate tokens.
             memory_read_only: forecast without writing into the memory.
         """
         past, observed = _observed(past_values, past_observed_mask, "past_values", "past_observed_mask")
         self._check_past(past, observed, past_key_values)
         self._check_future(past, future_values, future_observed_mask)
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
-        use_cache = use_cache or past_key_values is not None
+        use_cache = (use_cache or past_key_values is not None) and self.config.series_tokens == "patch"
         options = dict(
             memory_read_only=memory_read_only,
             output_attentions=output_attentions,
@@ -223,10 +225,8 @@ class TitansForTimeSeriesPrediction(TitansPreTrainedModel):
         if not self.config.scaling:
             loc, scale = torch.zeros_like(loc), torch.ones_like(scale)
         memory = TitansCache(self.config, rewind=False) if use_cache else None
-        nothing = past[:, :0]
-        return SeriesCache(
-            memory, loc, scale, nothing, observed[:, :0], past.new_zeros(B, C, 0, self.config.hidden_size)
-        )
+        outputs = self.head.proj.weight.new_zeros(B, C, 0, self.config.hidden_size)
+        return SeriesCache(memory, loc, scale, past[:, :0], observed[:, :0], outputs)
 
     @property
     def _lead(self) -> int:

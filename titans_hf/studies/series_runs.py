@@ -176,12 +176,8 @@ def evaluate(model: TitansForTimeSeriesPrediction, path: Path, split: str = "tes
             f"{config.num_input_channels}: pass a file like the one that it was trained on"
         )
     windows = series.windows(split, config.context_length, config.prediction_length)
-    weight = model.head.proj.weight
-
-    def forecast(values: Tensor) -> Tensor:
-        return Forecaster(model)(values.to(weight)).to(values)
-
-    found = errors(forecast, windows, config.context_length, series.name)
+    forecast = Forecaster(model)
+    found = errors(lambda x: forecast(x.to(model.device)).cpu(), windows, config.context_length, series.name)
     facts = {"data": series.name, "sha256": sha256(path.read_bytes()).hexdigest(), "split": split}
     facts |= {"look_back": config.context_length, "horizon": config.prediction_length}
     facts |= {"windows": len(windows), "channels": len(series.channels)}
