@@ -442,6 +442,22 @@ def test_errors_count_every_window_and_every_observed_target():
     assert math.isnan(none.without_last_batch()["mse"])
 
 
+def test_a_table_has_means_and_published_figures_only_of_all_horizons():
+    runs = [
+        {"data": data, "horizon": horizon, "model": "titans", "look_back": 96, **errors, "dropping": errors}
+        for data, horizons in (("ETTh1", (96, 192, 336, 720)), ("mine", (96, 192)))
+        for horizon in horizons
+        for errors in [{"mse": horizon / 1000, "mae": horizon / 2000}]
+    ]
+    table = markdown(runs)
+    assert "| ETTh1 | mean | 0.336 | 0.168 |" in table
+    assert "| ETTh1 | published | 0.420 | 0.421 |" in table
+    assert "| mine | 336 | - | - |" in table
+    assert "| mine | mean | - | - |" in table
+    assert "mine | published" not in table
+    assert "published" not in markdown(runs[:3])
+
+
 def test_dlinear_continues_a_line_once_trained():
     torch.manual_seed(0)
     model = DLinear(30, 4)
@@ -466,7 +482,7 @@ def tables(path: Path) -> dict:
 
 
 def study(monkeypatch, tmp_path, *more) -> None:
-    small = ["--look-back", "16", "--horizons", "5", "8", "--epochs", "2", "--lr", "1e-3", "3e-3", "--stride", "5"]
+    small = ["--look-back", "16", "--horizons", "5", "8", "--epochs", "2", "--lr", "1e-3", "3e-3", "--windows", "40"]
     fields = ["titans.hidden_size=8", "titans.num_hidden_layers=1", "patchtst.patch_length=4", "patchtst.d_model=4"]
     fields += ["titans.patch_length=4", "titans.patch_stride=4", "patchtst.patch_stride=4"]
     words = ["series.py", str(tmp_path / "waves.csv"), *small, "--set", *fields, "--out", str(tmp_path / "runs"), *more]
@@ -498,6 +514,15 @@ def test_the_study_keeps_its_runs_and_the_command_repeats_their_errors(monkeypat
     study(monkeypatch, tmp_path)
     assert [path.stat().st_mtime_ns for path in made] == times
     assert "| waves | mean |" in capsys.readouterr().out
+
+    for path in made:
+        if "-8-dlinear-" in path.name:
+            path.unlink()
+    capsys.readouterr()
+    study(monkeypatch, tmp_path, "--no-training")
+    row = next(line for line in capsys.readouterr().out.splitlines() if "| waves | 8 |" in line)
+    assert row.split("|")[5:7] == [" - ", " - "]  # the table says what is missing
+    assert len(list((tmp_path / "runs").glob("*.json"))) == len(made) - 1
 
     run = next(path for path in made if "-5-titans-" in path.name)
     out = tmp_path / "found.json"

@@ -1,8 +1,9 @@
 """Long-term forecasting (Table 3): Titans beside DLinear and PatchTST, on any CSV file with a `date` column.
 
 Splits are of 12, 4 and 4 months for the ETT files and 7/1/2 for others; values are scaled by the training rows, errors
-are of scaled values, and every test window counts. Each model's learning rate is the best by validation at the first
-horizon. A run that is done is kept in --out, and found again.
+are of scaled values, and every test window counts. Each model's learning rate is the best by validation on the first
+file at the first horizon, and its weights are those of its best epoch. A run that is done is kept in --out, and found
+again.
 
     python scripts/studies/series.py DATA/timeseries/ett/ETTh1.csv DATA/timeseries/ett/ETTh2.csv --record series
 """
@@ -16,15 +17,15 @@ import torch
 
 from ..records.files import write_record, write_text
 from .runner import perform_all
+from .series_data import SPLITS
 from .series_models import DEFAULTS, MODELS
-from .series_report import draw, markdown, summary
+from .series_report import HORIZONS, draw, markdown, summary
 from .series_runs import Run, perform, read_once
-
-HORIZONS = (96, 192, 336, 720)
 
 
 def plan(args: argparse.Namespace, csv: Path, model: str) -> list[Run]:
     """A run for every learning rate, at the first horizon and with the first seed."""
+    windows = len(read_once(csv, args.irregular).windows("train", args.look_back, args.horizons[0]))
     own = dict(DEFAULTS[model])
     for setting in args.set:
         place, _, value = setting.partition("=")
@@ -46,7 +47,7 @@ def plan(args: argparse.Namespace, csv: Path, model: str) -> list[Run]:
             epochs=args.epochs,
             patience=args.patience,
             batch=args.batch,
-            stride=args.stride,
+            stride=-(-windows // args.windows),
             lr=lr,
             weight_decay=args.weight_decay,
             seed=args.seeds[0],
@@ -57,26 +58,39 @@ def plan(args: argparse.Namespace, csv: Path, model: str) -> list[Run]:
     ]
 
 
-def measure(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
-    """The records of all datasets, models, horizons and seeds; and those of the learning rates tried."""
-    found, tried = [], []
+def check(args: argparse.Namespace) -> None:
+    """Refuse, before anything is trained, files and horizons that do not fit."""
     for csv in args.csv:
-        for horizon in args.horizons:  # before anything is trained
-            for split in ("train", "val", "test"):
+        for horizon in args.horizons:
+            for split in SPLITS:
                 read_once(csv, args.irregular).windows(split, args.look_back, horizon)
+
+
+def measure(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
+    """The records of all files, models, horizons and seeds; and those of the learning rates tried."""
+    found, tried, best = [], [], {}
+    for model in args.models:
+        rates = done(plan(args, args.csv[0], model), args)
+        tried += rates
+        if rates:
+            best[model] = min(rates, key=lambda record: record["validation"])["lr"]
     for csv in args.csv:
-        rates = [plan(args, csv, model) for model in args.models]
-        records = perform_all([run for of_model in rates for run in of_model], args.out, args.jobs, perform)
-        tried += records
-        best = []
-        for of_model in rates:
-            mine, records = records[: len(of_model)], records[len(of_model) :]
-            best.append(of_model[min(range(len(mine)), key=lambda i: mine[i]["validation"])])
+        firsts = [run for model in best for run in plan(args, csv, model) if run.lr == best[model]]
         runs = [
-            replace(run, horizon=horizon, seed=seed) for horizon in args.horizons for run in best for seed in args.seeds
+            replace(run, horizon=horizon, seed=seed)
+            for horizon in args.horizons
+            for run in firsts
+            for seed in args.seeds
         ]
-        found += perform_all(runs, args.out, args.jobs, perform)
+        found += done(runs, args)
     return found, tried
+
+
+def done(runs: list[Run], args: argparse.Namespace) -> list[dict]:
+    """The records of runs. Those that have no file are trained, or with `--no-training` left out."""
+    if args.no_training:
+        runs = [run for run in runs if (args.out / f"{run.name}.json").exists()]
+    return perform_all(runs, args.out, args.jobs, perform)
 
 
 def main() -> None:
@@ -89,18 +103,22 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3, help="at most")
     parser.add_argument("--patience", type=int, default=2, help="epochs without a better validation error")
     parser.add_argument("--batch", type=int, default=32, help="windows, of all channels")
-    parser.add_argument("--stride", type=int, default=1, help="every n-th window in training and validation")
+    parser.add_argument("--windows", type=int, default=9000, help="train on every n-th window, so many at most")
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--set", nargs="+", default=[], help="titans.variant=mac: a field of a model's configuration")
     parser.add_argument("--irregular", action="store_true", help="take rows as they come, whatever their dates")
+    parser.add_argument("--no-training", action="store_true", help="report the runs that are there")
     parser.add_argument("--jobs", type=int, default=0, help="runs side by side; 0 in this process")
     parser.add_argument("--out", type=Path, default=Path("runs/series"))
     parser.add_argument("--record", type=Path, help="write <record>.json, .md and .png")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
+    check(args)
     records, tried = measure(args)
+    if not records:
+        parser.error(f"--no-training: there is no run of these in {args.out}")
     print(markdown(records))
     if args.record:
         runs = [{name: value for name, value in run.items() if name != "irregular"} for run in records]
