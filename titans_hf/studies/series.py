@@ -1,9 +1,8 @@
 """Long-term forecasting (Table 3): Titans beside DLinear and PatchTST, on any CSV file with a `date` column.
 
 Splits are of 12, 4 and 4 months for the ETT files and 7/1/2 for others; values are scaled by the training rows, errors
-are of scaled values, and every test window counts. Each model's learning rate is the best by validation on the first
-file at the first horizon, and its weights are those of its best epoch. A run that is done is kept in --out, and found
-again.
+are of scaled values, and every test window counts. Each model's learning rate is the best by validation at a file's
+first horizon, and its weights are those of its best epoch. A run that is done is kept in --out, and found again.
 
     python scripts/studies/series.py DATA/timeseries/ett/ETTh1.csv DATA/timeseries/ett/ETTh2.csv --record series
 """
@@ -68,21 +67,19 @@ def check(args: argparse.Namespace) -> None:
 
 def measure(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
     """The records of all files, models, horizons and seeds; and those of the learning rates tried."""
-    found, tried, best = [], [], {}
-    for model in args.models:
-        rates = done(plan(args, args.csv[0], model), args)
-        tried += rates
-        if rates:
-            best[model] = min(rates, key=lambda record: record["validation"])["lr"]
+    found, tried = [], []
     for csv in args.csv:
-        firsts = [run for model in best for run in plan(args, csv, model) if run.lr == best[model]]
-        runs = [
-            replace(run, horizon=horizon, seed=seed)
-            for horizon in args.horizons
-            for run in firsts
-            for seed in args.seeds
+        best = []
+        for model in args.models:
+            runs = {run.lr: run for run in plan(args, csv, model)}
+            rates = done(list(runs.values()), args)
+            tried += rates
+            if rates:
+                best.append(runs[min(rates, key=lambda record: record["validation"])["lr"]])
+        chosen = [
+            replace(run, horizon=horizon, seed=seed) for horizon in args.horizons for run in best for seed in args.seeds
         ]
-        found += done(runs, args)
+        found += done(chosen, args)
     return found, tried
 
 
