@@ -118,7 +118,7 @@ def main() -> None:
         parser.error(f"--no-training: there is no run of these in {args.out}")
     print(markdown(records))
     if args.record:
-        runs = [{name: value for name, value in run.items() if name != "irregular"} for run in records]
+        runs = [{name: value for name, value in run.items() if name != "example"} for run in records]  # is in the plot
         rates = [
             {name: run[name] for name in ("data", "model", "horizon", "lr", "seed", "validation")} for run in tried
         ]

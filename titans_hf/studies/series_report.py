@@ -81,7 +81,7 @@ def draw(records: list[dict], path: Path) -> None:
             _draw_one(axis, runs, f"{data}, {horizon} steps ahead")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=85)
     plt.close(figure)
 
 
