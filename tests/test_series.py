@@ -531,6 +531,9 @@ def test_the_study_keeps_its_runs_and_the_command_repeats_their_errors(monkeypat
     assert done.exit_code == 0, done.output
     assert abs(tables(out)["mse"] - tables(run)["mse"]) < 1e-6
     assert f"MSE {tables(run)['mse']:.4f}" in done.output
+    off = CliRunner().invoke(app, [*words[:-2], "--memory", "off", "--json"])
+    assert off.exit_code == 0, off.output
+    assert json.loads(off.stdout)["mse"] != tables(out)["mse"]
 
     write_csv(tmp_path / "wide.csv", channels=C + 1)
     refused = CliRunner().invoke(app, ["eval-series", str(run.with_suffix("")), "--data", str(tmp_path / "wide.csv")])

@@ -15,10 +15,15 @@ class Split(str, Enum):
     train, val, test = "train", "val", "test"
 
 
+class Memory(str, Enum):
+    on, off = "on", "off"
+
+
 def eval_series(
     model: Annotated[str, typer.Argument(metavar="DIR", help="Folder of the forecaster.")],
     data: Annotated[Path, typer.Option("--data", metavar="CSV", help="A `date` column, and a column per series.")],
     split: Annotated[Split, typer.Option("--split", help="Which windows to forecast.")] = Split.test,
+    memory: Annotated[Memory, typer.Option("--memory", help="Control: off never writes into it.")] = Memory.on,
     irregular: Annotated[
         bool, typer.Option("--irregular", help="Take the rows as they come, whatever their dates.")
     ] = False,
@@ -45,7 +50,7 @@ def eval_series(
     from ..studies.series_runs import evaluate
 
     loaded = load_forecaster(model, dtype, device)
-    found = {"model": folder_name(Path(model)), **evaluate(loaded, data, split.value, irregular)}
+    found = {"model": folder_name(Path(model)), **evaluate(loaded, data, split.value, irregular, memory.value)}
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:

@@ -104,7 +104,7 @@ def results(folder: Path) -> str:
     lines = []
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict) and found.get("suite") == "series":
+        if isinstance(found, dict) and found.get("suite") == "series" and found["memory"] == "on":
             what = f"{found['data']}, {found['split']}, {found['windows']:,} windows"
             lines.append(f"| {what} | {found['mse']:.4f} | {found['mae']:.4f} | `{found['command']}` |")
     if not lines:

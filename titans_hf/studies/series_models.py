@@ -60,13 +60,13 @@ class DLinear(nn.Module):
 class Forecaster(nn.Module):
     """A model of transformers as a function from values to a forecast."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, **options):
         super().__init__()
-        self.model = model
+        self.model, self.options = model, options
 
     def forward(self, values: Tensor) -> Tensor:
         missing = values.isnan()
-        found = self.model(past_values=values.masked_fill(missing, 0.0), past_observed_mask=~missing)
+        found = self.model(past_values=values.masked_fill(missing, 0.0), past_observed_mask=~missing, **self.options)
         return found.prediction_outputs
 
 

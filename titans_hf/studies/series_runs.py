@@ -167,8 +167,10 @@ def perform(run: Run, out: Path) -> None:
     progress.unlink(missing_ok=True)
 
 
-def evaluate(model: TitansForTimeSeriesPrediction, path: Path, split: str = "test", irregular: bool = False) -> dict:
-    """The errors of a saved forecaster on the scaled series of a CSV file."""
+def evaluate(
+    model: TitansForTimeSeriesPrediction, path: Path, split: str = "test", irregular: bool = False, memory: str = "on"
+) -> dict:
+    """The errors of a saved forecaster on the scaled series of a CSV file; "off" never writes into its memory."""
     config, series = model.config, read_series(path, irregular)
     if len(series.channels) != config.num_input_channels:
         raise ValueError(
@@ -176,9 +178,9 @@ def evaluate(model: TitansForTimeSeriesPrediction, path: Path, split: str = "tes
             f"{config.num_input_channels}: pass a file like the one that it was trained on"
         )
     windows = series.windows(split, config.context_length, config.prediction_length)
-    forecast = Forecaster(model)
+    forecast = Forecaster(model, memory_read_only=memory == "off")
     found = errors(lambda x: forecast(x.to(model.device)).cpu(), windows, config.context_length, series.name)
-    facts = {"data": series.name, "sha256": sha256(path.read_bytes()).hexdigest(), "split": split}
+    facts = {"data": series.name, "sha256": sha256(path.read_bytes()).hexdigest(), "split": split, "memory": memory}
     facts |= {"look_back": config.context_length, "horizon": config.prediction_length}
     facts |= {"windows": len(windows), "channels": len(series.channels)}
     return {**facts, **found.mean(), "dropping": found.without_last_batch()}
