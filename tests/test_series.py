@@ -317,6 +317,7 @@ def test_a_card_tells_what_was_measured(tmp_path):
     tiny_forecaster(dtype=torch.float32).save_pretrained(tmp_path)
     found = {
         "suite": "series",
+        "memory": "on",
         "data": "waves",
         "split": "test",
         "windows": 41,
