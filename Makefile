@@ -73,6 +73,8 @@ CHECKED := \
 	loading.py::test_the_auto_classes_know_titans \
 	loading.py::test_a_sharded_checkpoint_loads_back_to_the_same_logits \
 	loading.py::test_two_checkpoints_with_code_of_their_own_share_a_process \
+	series.py::test_going_on_from_a_cache_equals_reading_all_at_once \
+	series.py::test_what_stands_in_missing_places_does_not_matter \
 	config.py::test_a_bad_field_is_refused_by_name \
 	config.py::test_a_preset_has_the_parameters_of_its_name \
 	cli.py::test_asking_later_is_asking_at_once \

@@ -25,7 +25,12 @@ from titans_hf.hub.push import own_code
 ROOT = Path(__file__).parent.parent
 
 # a file directly in titans_hf/ travels with a checkpoint; what lies in a subfolder does not
-STAY = {"__init__.py", "__main__.py"}
+STAY = {
+    "__init__.py",
+    "__main__.py",
+    "configuration_series.py",
+    "modeling_series.py",
+}  # the last two: forecasters alone
 CODE = {path.name for path in (ROOT / "titans_hf").glob("*.py")} - STAY
 MODEL = {"config.json", "generation_config.json", "model.safetensors"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}

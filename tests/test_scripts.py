@@ -76,6 +76,19 @@ def test_stability_reports_every_case(run, tmp_path):
     assert all(run["finite"] for run in record["runs"])
 
 
+def test_series_compares_forecasters_of_a_file(run, tmp_path):
+    lines = [f"2016-07-{day:02} {hour:02}:00:00,{hour + day / 9}" for day in range(1, 21) for hour in range(24)]
+    (tmp_path / "hours.csv").write_text("\n".join(["date,load", *lines]) + "\n")
+    sizes = ["--look-back", 24, "--horizons", 3, "--epochs", 1, "--lr", 1e-3, "--out", tmp_path / "runs"]
+    printed = run(
+        "studies/series.py", tmp_path / "hours.csv", "--models", "titans", "dlinear", *sizes, "--record", tmp_path / "s"
+    )
+    assert "| hours | 3 |" in printed
+    table = json.loads((tmp_path / "s.json").read_text())["table"]
+    assert [line["model"] for line in table] == ["titans", "dlinear"]
+    assert (tmp_path / "s.png").stat().st_size > 10_000
+
+
 def test_length_benchmark_shows_a_constant_cache(run, tmp_path):
     arguments = ["--tokens", 1500, "--steps", 2, "--repeats", 1, "--variants", "mal", "--record", tmp_path / "length"]
     run("bench/length.py", *arguments)

@@ -10,9 +10,11 @@ from importlib import import_module
 import transformers
 
 from .cache_titans import TitansCache
+from .configuration_series import TitansTimeSeriesConfig
 from .configuration_titans import TitansConfig
 from .memory_layer import NeuralMemory
 from .memory_ops import MemoryState, neural_memory
+from .modeling_series import SeriesCache, TitansForTimeSeriesPrediction
 from .modeling_titans import (
     TitansForCausalLM,
     TitansForSequenceClassification,
@@ -26,13 +28,16 @@ __version__ = "0.1.0"
 __all__ = [
     "MemoryState",
     "NeuralMemory",
+    "SeriesCache",
     "SurpriseTrace",
     "TitansCache",
     "TitansConfig",
     "TitansForCausalLM",
     "TitansForSequenceClassification",
+    "TitansForTimeSeriesPrediction",
     "TitansModel",
     "TitansPreTrainedModel",
+    "TitansTimeSeriesConfig",
     "neural_memory",
 ]
 
@@ -42,15 +47,18 @@ def _fill_card(folder, repo_id: str) -> None:
 
 
 def _register() -> None:
-    transformers.AutoConfig.register("titans", TitansConfig)
-    TitansConfig.register_for_auto_class()
+    for config in (TitansConfig, TitansTimeSeriesConfig):
+        transformers.AutoConfig.register(config.model_type, config)
+        config.register_for_auto_class()
     TitansPreTrainedModel._fill_card = staticmethod(_fill_card)
     for auto_class, model in (
         (transformers.AutoModel, TitansModel),
         (transformers.AutoModelForCausalLM, TitansForCausalLM),
         (transformers.AutoModelForSequenceClassification, TitansForSequenceClassification),
+        (transformers.AutoModel, TitansForTimeSeriesPrediction),
+        (transformers.AutoModelForTimeSeriesPrediction, TitansForTimeSeriesPrediction),
     ):
-        auto_class.register(TitansConfig, model)
+        auto_class.register(model.config_class, model)
         # `transformers serve` and TRL look a class up by its name in transformers. There may be two such modules:
         # transformers.processing_utils imports the package once more.
         for module in (transformers, sys.modules["transformers"]):

@@ -271,7 +271,7 @@ class TitansCache(DynamicCache):
     """
 
     def __init__(self, config: PreTrainedConfig, rewind: bool = True):
-        if getattr(config, "model_type", None) != "titans":
+        if not hasattr(config, "cache_layer_type"):  # the class may be another copy's
             raise ValueError(f"`config` must be a TitansConfig, got {type(config).__name__}")
         Cache.__init__(self, layers=[TitansCacheLayer(rewind) for _ in range(config.num_hidden_layers)])
         for layer in self.layers:

@@ -139,6 +139,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _can_compile_fullgraph = True
     _keep_in_fp32_modules_strict = ["memory.start"]
+    _code = __file__  # which `save_pretrained` puts beside the weights, with what it imports
     _fill_card = None  # `hub.cards.fill_card` in titans_hf; as remote code the model leaves the card to transformers
 
     def __init__(self, config: TitansConfig, *args, **kwargs):
@@ -202,7 +203,7 @@ class TitansPreTrainedModel(PreTrainedModel):
         """As in transformers. The code goes beside the weights, where `config.auto_map` points to it."""
         if is_main_process and not os.path.isfile(save_directory):
             os.makedirs(save_directory, exist_ok=True)
-            for file in (__file__, *get_relative_import_files(__file__)):
+            for file in (self._code, *get_relative_import_files(self._code)):
                 shutil.copy(file, save_directory)
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
 

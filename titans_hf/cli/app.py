@@ -15,6 +15,7 @@ from ..hub.loading import CommandError
 from .card import card
 from .chat import chat
 from .eval import evaluate, table
+from .eval_series import eval_series
 from .graft import graft
 from .info import info
 from .memory import ask, remember
@@ -99,7 +100,7 @@ def titans(
         typer.echo(context.get_help())
 
 
-for command in (info, graft, remember, ask, chat, surprise, probe, study, studio, table, card, push):
+for command in (info, graft, remember, ask, chat, surprise, probe, study, studio, table, eval_series, card, push):
     app.command()(command)
 app.command("eval")(evaluate)  # the word is Python's
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..hub.loading import CommandError, quiet, say
+from ..hub.loading import CommandError, folder_name, quiet, say
 from .support import check_output
 
 RecordsOption = Annotated[
@@ -35,6 +35,7 @@ def card(
     """
     from ..configuration_titans import PRESETS
     from ..hub.cards import preset_card, read_model, trained_card
+    from ..hub.series_card import forecaster_card, is_forecaster
     from ..records.files import write_text
 
     quiet()
@@ -44,6 +45,10 @@ def card(
         if records or training or title:
             raise CommandError(f"{name} is a preset, which nobody trained: leave out --records, --training and --name")
         made = preset_card(name)
+    elif is_forecaster(Path(name)):
+        if records or training:
+            raise CommandError(f"{name} is a forecaster: its records are those in its folder; leave out the options")
+        made = forecaster_card(Path(name), title or folder_name(Path(name)))
     else:
         made = trained_card(read_model(model_folder(name), records or [], training, title))
     if out is None:

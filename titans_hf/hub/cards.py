@@ -21,6 +21,7 @@ from ..records.schema import Schema, validate
 from .card_results import HUB_ID, eval_results, result_tables
 from .describe import describe, find_dtype
 from .loading import CommandError, Dtype, folder_name, size
+from .series_card import forecaster_card, is_forecaster
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard, ModelCardData
@@ -446,7 +447,10 @@ def fill_card(folder: str | Path, repo_id: str) -> None:
     path = Path(folder) / "README.md"
     if not path.is_file() or not is_empty_form(ModelCard.load(path)):
         return
-    card = trained_card(read_model(Path(folder), name=repo_id.split("/")[-1]), repo_id)
+    if is_forecaster(Path(folder)):
+        card = forecaster_card(Path(folder), repo_id.split("/")[-1], repo_id)
+    else:
+        card = trained_card(read_model(Path(folder), name=repo_id.split("/")[-1]), repo_id)
     extra = ModelCard.load(path).data.tags or []
     card.data.tags = list(dict.fromkeys([*card.data.tags, *extra]))
     card.save(path)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ..cache_titans import TitansCache
     from ..configuration_titans import TitansConfig
+    from ..modeling_series import TitansForTimeSeriesPrediction
     from ..modeling_titans import TitansForCausalLM
 
 
@@ -148,22 +149,38 @@ def absolute(name: str) -> str:
     return str(Path(name).resolve()) if os.path.isdir(name) else name
 
 
-def load_config(name: str) -> "TitansConfig":
-    """The configuration of a folder, or of a model in the Hub's local cache; what is not a Titans model is refused."""
+def load_forecaster(model: str, dtype: Dtype = Dtype.auto, device: str = "auto") -> "TitansForTimeSeriesPrediction":
+    """A Titans model of time series, ready to forecast."""
+    from ..configuration_series import TitansTimeSeriesConfig
+    from ..modeling_series import TitansForTimeSeriesPrediction
+
+    quiet()
+    config, target = load_config(model, TitansTimeSeriesConfig), find_device(device)
+    return _load_weights(model, config, dtype.value, TitansForTimeSeriesPrediction).to(target).eval()
+
+
+def load_config(name: str, kind: "type[TitansConfig] | None" = None) -> "TitansConfig":
+    """The configuration of a folder, or of a model in the Hub's local cache; what is not a Titans model is refused.
+
+    Args:
+        kind: the class of the configuration, by default that of language models.
+    """
     from huggingface_hub.errors import StrictDataclassError
 
     from ..configuration_titans import TitansConfig
 
+    kind = kind or TitansConfig
+    wanted = "a Titans model" if kind is TitansConfig else "a Titans model of time series"
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise CommandError(f"{name} is not the folder of a model: it has no config.json")
     if folder.is_file():
         raise CommandError(f"{name} is a file; pass the folder of a model")
     try:
-        found, _ = TitansConfig.get_config_dict(name, local_files_only=True)
-        if found.get("model_type") != "titans":
-            raise CommandError(f"{name} holds a model of type {found.get('model_type')!r}, not a Titans model")
-        config = TitansConfig.from_dict(found)
+        found, _ = kind.get_config_dict(name, local_files_only=True)
+        if found.get("model_type") != kind.model_type:
+            raise CommandError(f"{name} holds a model of type {found.get('model_type')!r}, not {wanted}")
+        config = kind.from_dict(found)
     except (json.JSONDecodeError, StrictDataclassError, TypeError) as error:
         raise CommandError(f"{name} has a configuration that cannot be read: {error}") from error
     except OSError as error:
@@ -176,14 +193,18 @@ def load_config(name: str) -> "TitansConfig":
     return config
 
 
-def _load_weights(name: str, config: "TitansConfig", dtype: str) -> "TitansForCausalLM":
-    """The model, from safetensors and with this package's code: the folder's code is never run."""
+def _load_weights(name: str, config: "TitansConfig", dtype: str, kind: type | None = None):
+    """The model, from safetensors and with this package's code: the folder's code is never run.
+
+    Args:
+        kind: the class of the model, by default `TitansForCausalLM`.
+    """
     from safetensors import SafetensorError
 
     from ..modeling_titans import TitansForCausalLM
 
     try:
-        model, found = TitansForCausalLM.from_pretrained(
+        model, found = (kind or TitansForCausalLM).from_pretrained(
             name, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
     except SafetensorError as error:
