@@ -34,12 +34,16 @@ def step(rule: Rule, state: MemoryState, q: Tensor, k: Tensor, v: Tensor, gates)
     B, H = q.shape[:2]
     q, k, v, *gates = (x.flatten(0, 1) for x in (q, k, v, *gates))
     writer = writer.write(rule, k, v, gates)
-    y = writer.read(q).unflatten(0, (B, H))
-    if not writer.is_full():
-        return y, writer.attach(state.length + 1)
-    weights, momentum = writer.memory()
-    closed = replace(writer.attach(torch.zeros_like(state.length)), writer=None)
-    return y, replace(closed, weights=weights, momentum=momentum)
+    return writer.read(q).unflatten(0, (B, H)), writer.after(state)
+
+
+def native_step(operators, rule: Rule, state: MemoryState, q: Tensor, k: Tensor, v: Tensor, gates):
+    """`step` by the C++ operator (`fast_paths.operators`), for tensors of one token in any shape: y has that of q."""
+    writer = _writer_of(state)
+    if writer is None:
+        return None
+    y, writer = writer.native_step(operators, rule, q, k, v, gates)
+    return y, writer.after(state)
 
 
 def _writer_of(state: MemoryState) -> "ChunkWriter | None":
@@ -104,6 +108,14 @@ class ChunkWriter:
         fields = {**self.fields, "length": length}
         return MemoryState(**fields, writer=replace(self, fields=fields))
 
+    def after(self, state: MemoryState) -> MemoryState:
+        """The state one token after the given one; at a chunk boundary if the token has filled the chunk."""
+        if not self.is_full():
+            return self.attach(state.length + 1)
+        weights, momentum = self.memory()
+        closed = replace(self.attach(torch.zeros_like(state.length)), writer=None)
+        return replace(closed, weights=weights, momentum=momentum)
+
     def describes(self, state: MemoryState) -> bool:
         """Whether the state is the one it was attached to, field by field, and was not changed by `replace` since."""
         return all(getattr(state, name) is self.fields[name] for name in SHARED)
@@ -117,10 +129,8 @@ class ChunkWriter:
 
     def write(self, rule: Rule, k: Tensor, v: Tensor, gates: list[Tensor]) -> "ChunkWriter":
         """The writer after a token with key and value [G, 1, D] and gates [G, 1]."""
-        if not self.cursor.allows(self.filled, self.slots):
-            layers, slots = [x.clone() for x in self.layers], self.slots.clone()
-            own = ChunkWriter._over(self.batch, self.widths, layers, slots, self.of_M, self.of_S, self.filled)
-            return own.write(rule, k, v, gates)
+        if not self._may_append():
+            return self._copied().write(rule, k, v, gates)
         weights = [x[:, :n] for x, n in zip(self.layers, self.widths, strict=True)]
         if isinstance(rule, DeltaRule):
             factors = _PresentWrite(rule, weights, k, v, self)
@@ -136,6 +146,24 @@ class ChunkWriter:
         of_S = F.hardshrink(of_S, negligible(of_S.dtype))
         self.cursor.end = self.filled + 1
         return replace(self, of_M=of_M, of_S=of_S, filled=self.filled + 1)
+
+    def _may_append(self) -> bool:
+        return self.cursor.allows(self.filled, self.slots)
+
+    def _copied(self) -> "ChunkWriter":
+        """The same in buffers of its own."""
+        layers, slots = [x.clone() for x in self.layers], self.slots.clone()
+        return ChunkWriter._over(self.batch, self.widths, layers, slots, self.of_M, self.of_S, self.filled)
+
+    def native_step(self, operators, rule: Rule, q: Tensor, k: Tensor, v: Tensor, gates):
+        """`write` and `read` in one C++ operator: what is read, and the writer after the token."""
+        if not self._may_append():
+            return self._copied().native_step(operators, rule, q, k, v, gates)
+        cap = float("inf") if rule.max_surprise is None else rule.max_surprise
+        options = (self.filled, cap, rule.normalised, rule.hidden_step, isinstance(rule, DeltaRule))
+        y, of_M, of_S = operators.step(q, k, v, *gates, self.layers, self.slots, self.of_M, self.of_S, *options)
+        self.cursor.end = self.filled + 1
+        return y, replace(self, of_M=of_M, of_S=of_S, filled=self.filled + 1)
 
     def read(self, q: Tensor) -> Tensor:
         """The query [G, 1, D] through the present memory (Eq. 15)."""

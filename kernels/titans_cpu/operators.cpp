@@ -1,0 +1,394 @@
+// One token of a Titans model on a CPU, in float32 and without gradients: everything between two linear layers of a
+// decoding step. At batch 1 such a step is hundreds of tiny torch operations, whose calls take longer than their work.
+//
+// Each operator has a definition in torch, named at its end (`TORCH_LIBRARY`), and the tests compare the two. Letters
+// as there: B batch, H heads, G = B H, D head width, C tokens of a chunk, t tokens in the open chunk. Matrices are
+// stored so that M(x) = x W, [in, out] row by row.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+using Numbers = std::vector<float>;
+
+// Vectors and matrices
+
+typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));  // 16 numbers, wherever they lie
+constexpr int64_t LANES = 16;
+
+const Lanes& lanes(const float* x) { return *reinterpret_cast<const Lanes*>(x); }
+Lanes& lanes(float* x) { return *reinterpret_cast<Lanes*>(x); }
+
+float sum(const Lanes& x) {
+  float total = 0;
+  for (int64_t i = 0; i < LANES; ++i) total += x[i];
+  return total;
+}
+
+float dot(const float* x, const float* y, int64_t n) {
+  Lanes found{};
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) found += lanes(x + i) * lanes(y + i);
+  float rest = 0;
+  for (; i < n; ++i) rest += x[i] * y[i];
+  return sum(found) + rest;
+}
+
+float norm(const float* x, int64_t n) { return std::sqrt(dot(x, x, n)); }
+
+// y += share x
+void add(float share, const float* x, int64_t n, float* y) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) lanes(y + i) += share * lanes(x + i);
+  for (; i < n; ++i) y[i] += share * x[i];
+}
+
+// y += share x W, for W [in, out]: four vectors of columns at a time stay in registers
+void add_product(float share, const float* x, int64_t in, const float* W, int64_t out, float* y) {
+  constexpr int64_t WIDE = 4 * LANES;
+  int64_t j = 0;
+  for (; j + WIDE <= out; j += WIDE) {
+    Lanes a{}, b{}, c{}, d{};
+    const float* row = W + j;
+    for (int64_t r = 0; r < in; ++r, row += out) {
+      a += x[r] * lanes(row);
+      b += x[r] * lanes(row + LANES);
+      c += x[r] * lanes(row + 2 * LANES);
+      d += x[r] * lanes(row + 3 * LANES);
+    }
+    lanes(y + j) += share * a;
+    lanes(y + j + LANES) += share * b;
+    lanes(y + j + 2 * LANES) += share * c;
+    lanes(y + j + 3 * LANES) += share * d;
+  }
+  if (j == out) return;
+  for (int64_t r = 0; r < in; ++r) add(share * x[r], W + r * out + j, out - j, y + j);
+}
+
+// x += share y W^T, for W [in, out]
+void add_product_transposed(float share, const float* y, int64_t out, const float* W, int64_t in, float* x) {
+  for (int64_t r = 0; r < in; ++r) x[r] += share * dot(y, W + r * out, out);
+}
+
+float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
+float silu(float x) { return x * sigmoid(x); }
+
+Numbers silu(const Numbers& z) {
+  Numbers a(z.size());
+  for (size_t i = 0; i < z.size(); ++i) a[i] = silu(z[i]);
+  return a;
+}
+
+// The memory of one head
+
+struct Rule {
+  double max_surprise, hidden_step;
+  bool normalised, delta;
+};
+
+// What the memory after a token is made of: M_t = of_M[0] M_0 + of_M[1] S_0 + sum_j of_M[2 + j] u_j, and where
+// forgetting leads to a start, (1 - of_M[0]) start besides.
+struct Layer {
+  const float* states;  // M_0, S_0 and, with `starts`, the start: [in, out] each
+  float* errors;        // [C, out], of u_j = input_j^T error_j
+  float* inputs;        // [C, `stride`], of which this layer's are the first `in`
+  int64_t in, out, stride;
+  bool starts;
+
+  // x M_0
+  Numbers at_start(const float* x) const {
+    Numbers y(out, 0.f);
+    add_product(1, x, in, states, out, y.data());
+    return y;
+  }
+
+  // x M_t
+  Numbers through(const float* x, const float* of_M, int64_t t) const {
+    Numbers y(out, 0.f), used(t);
+    add_product(of_M[0], x, in, states, out, y.data());
+    if (of_M[1] != 0) add_product(of_M[1], x, in, states + in * out, out, y.data());
+    if (starts) add_product(1 - of_M[0], x, in, states + 2 * in * out, out, y.data());
+    for (int64_t j = 0; j < t; ++j) used[j] = of_M[2 + j] * dot(x, inputs + j * stride, in);
+    add_product(1, used.data(), t, errors, out, y.data());
+    return y;
+  }
+
+  // e M_t^T
+  Numbers back_through(const float* e, const float* of_M, int64_t t) const {
+    Numbers x(in, 0.f);
+    add_product_transposed(of_M[0], e, out, states, in, x.data());
+    if (of_M[1] != 0) add_product_transposed(of_M[1], e, out, states + in * out, in, x.data());
+    if (starts) add_product_transposed(1 - of_M[0], e, out, states + 2 * in * out, in, x.data());
+    for (int64_t j = 0; j < t; ++j) add(of_M[2 + j] * dot(e, errors + j * out, out), inputs + j * stride, in, x.data());
+    return x;
+  }
+
+  // e M_0^T
+  Numbers back_through_start(const float* e) const {
+    Numbers x(in, 0.f);
+    add_product_transposed(1, e, out, states, in, x.data());
+    return x;
+  }
+};
+
+using Memory = std::vector<Layer>;
+
+// What the rule leaves of an error (`Rule.scale`): the step's share, and the cap on the gradient's norm.
+float scale(const Rule& rule, bool first, bool last, float input, float error) {
+  float step = last ? 1 : rule.hidden_step;
+  if (rule.normalised && !first) step /= std::max(input * input, 1.f);
+  if (std::isinf(rule.max_surprise)) return step;
+  const float cap = rule.max_surprise;
+  return step * cap / std::max(input * error * step, cap);
+}
+
+// Write key and value into slot t: the layers' inputs and errors of the gradient u_t (Eq. 12).
+void write(const Memory& memory, const Rule& rule, const float* k, const float* v, const float* of_M, int64_t t) {
+  const int64_t depth = memory.size(), last = depth - 1;
+  std::vector<Numbers> X{Numbers(k, k + memory[0].in)}, Z;
+  for (int64_t i = 0; i < last; ++i) {
+    Z.push_back(memory[i].at_start(X[i].data()));
+    X.push_back(silu(Z[i]));
+  }
+  const Layer& end = memory[last];  // `DeltaRule` takes the last layer as it is now, `Rule` as at the chunk's start
+  Numbers error = rule.delta ? end.through(X[last].data(), of_M, t) : end.at_start(X[last].data());
+  for (int64_t j = 0; j < end.out; ++j) error[j] = 2 * (error[j] - v[j]);  // of |M(k) - v|^2
+  for (int64_t i = last; i >= 0; --i) {
+    const Layer& layer = memory[i];
+    Numbers below;
+    if (i > 0) {
+      const bool present = rule.delta && i == last;
+      below = present ? layer.back_through(error.data(), of_M, t) : layer.back_through_start(error.data());
+      for (int64_t j = 0; j < layer.in; ++j) {
+        const float s = sigmoid(Z[i - 1][j]);
+        below[j] *= s * (1 + Z[i - 1][j] * (1 - s));
+      }
+    }
+    const float kept = scale(rule, i == 0, i == last, norm(X[i].data(), layer.in), norm(error.data(), layer.out));
+    for (int64_t j = 0; j < layer.out; ++j) layer.errors[t * layer.out + j] = kept * error[j];
+    std::copy(X[i].begin(), X[i].end(), layer.inputs + t * layer.stride);
+    error = std::move(below);
+  }
+}
+
+constexpr float NEGLIGIBLE = 1e-16;  // shares below this do not matter, and subnormal ones are slow
+
+// Eqs. 14 and 13 for the shares of M_0, S_0 and the chunk's gradients, [2 + C], after token t.
+void advance(float theta, float eta, float alpha, int64_t t, int64_t C, const float* M, const float* S, float* of_M,
+             float* of_S) {
+  for (int64_t i = 0; i < 2 + C; ++i) {
+    const float s = i == 2 + t ? -theta : eta * S[i];
+    const float m = s + (1 - alpha) * M[i];
+    of_M[i] = std::abs(m) <= NEGLIGIBLE ? 0 : m;
+    of_S[i] = std::abs(s) <= NEGLIGIBLE ? 0 : s;
+  }
+}
+
+// A query through the memory after token t (Eq. 15).
+Numbers read(const Memory& memory, const float* q, const float* of_M, int64_t t) {
+  Numbers x(q, q + memory[0].in);
+  for (size_t i = 0; i < memory.size(); ++i) x = memory[i].through((i ? silu(x) : x).data(), of_M, t + 1);
+  return x;
+}
+
+// The operators
+
+void without_gradients(at::TensorList inputs) {
+  if (!at::GradMode::is_enabled()) return;
+  for (const Tensor& x : inputs)
+    TORCH_CHECK(!x.requires_grad(), "titans_cpu has no gradients: use torch.no_grad(), or the form in torch");
+}
+
+float* numbers(const Tensor& x) { return x.data_ptr<float>(); }
+
+void check(const Tensor& x, at::IntArrayRef sizes, const char* name) {
+  TORCH_CHECK_VALUE(x.is_contiguous() && x.scalar_type() == at::kFloat && x.sizes() == sizes, "`", name,
+                    "` must be contiguous float32 of sizes ", sizes, ", got ", x.scalar_type(), " ", x.sizes());
+}
+
+// Heads of a step are shared out among the threads, where there is enough to do for each.
+template <typename F>
+void for_each(int64_t count, int64_t numbers_read, const F& f) {
+  const int64_t worthwhile = 1 << 16;
+  at::parallel_for(0, count, std::max<int64_t>(1, worthwhile / std::max<int64_t>(1, numbers_read)),
+                   [&](int64_t from, int64_t to) {
+                     for (int64_t i = from; i < to; ++i) f(i);
+                   });
+}
+
+std::tuple<Tensor, Tensor, Tensor> step(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& theta_,
+                                        const Tensor& eta_, const Tensor& alpha_, at::TensorList layers,
+                                        const Tensor& slots, const Tensor& old_M, const Tensor& old_S, int64_t t,
+                                        double max_surprise, bool normalised, double hidden_step, bool delta) {
+  without_gradients({q_, k_, v_, theta_, eta_, alpha_, slots, old_M, old_S});
+  without_gradients(layers);
+  const Rule rule{max_surprise, hidden_step, normalised, delta};
+  const Tensor q = q_.contiguous(), k = k_.contiguous(), v = v_.contiguous();
+  const Tensor theta = theta_.contiguous(), eta = eta_.contiguous(), alpha = alpha_.contiguous();
+  const int64_t G = slots.size(0), C = slots.size(1), stride = slots.size(2), D = k.size(-1), depth = layers.size();
+  TORCH_CHECK_VALUE(t >= 0 && t < C, "the chunk of ", C, " tokens has no slot ", t);
+  for (const Tensor& x : {q, k, v}) check(x, q_.sizes(), "q, k, v");
+  for (const Tensor& x : {theta, eta, alpha}) check(x, theta_.sizes(), "theta, eta, alpha");
+  TORCH_CHECK_VALUE(q.numel() == G * D && theta.numel() == G, "q, k, v and the gates must be of one token for each of ",
+                    G, " heads");
+  check(slots, {G, C, stride}, "slots");
+  check(old_M, {G, 2 + C}, "of_M");
+  check(old_S, {G, 2 + C}, "of_S");
+
+  std::vector<int64_t> widths{D};
+  int64_t inputs = 0, total = 0;
+  for (const Tensor& layer : layers) {
+    check(layer, {G, layer.size(1), layer.size(2)}, "layers");
+    const int64_t rows = layer.size(1) - C, in = widths.back();
+    TORCH_CHECK_VALUE(rows == 2 * in || rows == 3 * in, "a layer of ", in, " inputs cannot have ", rows, " rows");
+    inputs += in;
+    total += layer.size(1) * layer.size(2);
+    widths.push_back(layer.size(2));
+  }
+  TORCH_CHECK_VALUE(depth > 0 && widths.back() == D && stride == inputs + 3, "`slots` must hold ", inputs,
+                    " inputs and 3 gates, and the last layer lead to ", D, " outputs");
+
+  Tensor y = at::empty(q.sizes(), q.options()), of_M = at::empty_like(old_M), of_S = at::empty_like(old_S);
+  for_each(G, total, [&](int64_t g) {
+    Memory memory;
+    float* place = numbers(slots) + g * C * stride;
+    for (int64_t i = 0; i < depth; ++i) {
+      const int64_t in = widths[i], out = widths[i + 1], rows = layers[i].size(1);
+      float* states = numbers(layers[i]) + g * rows * out;
+      memory.push_back({states, states + (rows - C) * out, place, in, out, stride, rows - C == 3 * in});
+      place += in;
+    }
+    const float gates[] = {numbers(theta)[g], numbers(eta)[g], numbers(alpha)[g]};
+    const int64_t row = g * (2 + C);
+    write(memory, rule, numbers(k) + g * D, numbers(v) + g * D, numbers(old_M) + row, t);
+    std::copy(gates, gates + 3, place + t * stride);
+    advance(gates[0], gates[1], gates[2], t, C, numbers(old_M) + row, numbers(old_S) + row, numbers(of_M) + row,
+            numbers(of_S) + row);
+    const Numbers found = read(memory, numbers(q) + g * D, numbers(of_M) + row, t);
+    std::copy(found.begin(), found.end(), numbers(y) + g * D);
+  });
+  return {y, of_M, of_S};
+}
+
+Tensor recall(at::TensorList weights, const Tensor& q_) {
+  without_gradients({q_});
+  without_gradients(weights);
+  const Tensor q = q_.contiguous();  // [B, 1, H, D], as good as [B, H, D]
+  const int64_t B = q.size(0), H = q.size(2), D = q.size(3), G = B * H;
+  int64_t total = 0;
+  check(q, {B, 1, H, D}, "q");
+  for (size_t i = 0, in = D; i < weights.size(); in = weights[i++].size(3)) {
+    const Tensor& W = weights[i];
+    TORCH_CHECK_VALUE(W.dim() == 4 && W.size(0) == B && W.size(1) == H && W.size(2) == int64_t(in) &&
+                          W.scalar_type() == at::kFloat && W.stride(3) == 1 && W.stride(2) == W.size(3),
+                      "`weights` must be matrices in float32, [", B, ", ", H, ", ", in, ", out], got ", W.sizes());
+    total += in * W.size(3);
+  }
+  TORCH_CHECK_VALUE(!weights.empty() && weights.back().size(3) == D, "the last of `weights` must lead to ", D);
+  Tensor y = at::empty(q.sizes(), q.options());
+  for_each(G, total, [&](int64_t g) {
+    Numbers x(numbers(q) + g * D, numbers(q) + (g + 1) * D);
+    for (size_t i = 0; i < weights.size(); ++i) {
+      const Tensor& W = weights[i];
+      Numbers z(W.size(3), 0.f);
+      const float* own = numbers(W) + g / H * W.stride(0) + g % H * W.stride(1);
+      add_product(1, (i ? silu(x) : x).data(), W.size(2), own, W.size(3), z.data());
+      x = std::move(z);
+    }
+    std::copy(x.begin(), x.end(), numbers(y) + g * D);
+  });
+  return y;
+}
+
+Tensor heads(const Tensor& extended, const Tensor& taps, int64_t streams, int64_t H, double least_value) {
+  without_gradients({extended, taps});
+  const int64_t B = extended.size(0), reach = taps.size(0), channels = extended.size(2), D = channels / (streams * H);
+  TORCH_CHECK_VALUE(extended.scalar_type() == at::kFloat && taps.scalar_type() == at::kFloat &&
+                        extended.stride(2) == 1 && extended.size(1) == reach && taps.size(1) == channels,
+                    "`extended` must be float32 [B, ", reach, ", ", taps.size(1), "], got ", extended.sizes());
+  Tensor y = at::empty({B, 1, streams * H, D}, extended.options());
+  for (int64_t b = 0; b < B; ++b) {
+    float* row = numbers(y) + b * channels;
+    std::fill(row, row + channels, 0.f);
+    for (int64_t tap = 0; tap < reach; ++tap) {
+      const float* x = numbers(extended) + b * extended.stride(0) + tap * extended.stride(1);
+      const float* weight = numbers(taps) + tap * taps.stride(0);
+      for (int64_t c = 0; c < channels; ++c) row[c] += x[c] * weight[c * taps.stride(1)];
+    }
+    for (int64_t h = 0; h < streams * H; ++h) {
+      float* head = row + h * D;
+      for (int64_t i = 0; i < D; ++i) head[i] = silu(head[i]);
+      const float least = h < 2 * H ? 1e-6 : least_value;  // queries and keys have length 1, values at most
+      if (std::isinf(least)) continue;
+      const float length = std::max(norm(head, D), least);
+      for (int64_t i = 0; i < D; ++i) head[i] /= length;
+    }
+  }
+  return y;
+}
+
+Tensor gates(const Tensor& logits_, double theta_max, double eta_max, bool forget) {
+  without_gradients({logits_});
+  const Tensor logits = logits_.contiguous();
+  const int64_t B = logits.size(0), H = logits.size(2) / 3;
+  check(logits, {B, 1, 3 * H}, "logits");
+  Tensor found = at::empty({B, 1, 3, H}, logits.options());
+  for (int64_t b = 0; b < B; ++b) {
+    const float* x = numbers(logits) + b * 3 * H;
+    float *theta = numbers(found) + b * 3 * H, *eta = theta + H, *alpha = eta + H;
+    for (int64_t h = 0; h < H; ++h) {
+      eta[h] = float(eta_max) * sigmoid(x[H + h]);
+      theta[h] = float(theta_max) * sigmoid(x[h]) * (1 - eta[h]);
+      alpha[h] = forget ? sigmoid(x[2 * H + h]) : 0;
+    }
+  }
+  return found;
+}
+
+Tensor gated_norm(const Tensor& x_, const Tensor& weight, double eps, const std::optional<Tensor>& gate_) {
+  without_gradients({x_, weight});
+  const Tensor x = x_.contiguous(), gate = gate_ ? gate_->contiguous() : x;
+  const int64_t D = weight.numel(), rows = x.numel() / D;
+  check(x, x_.sizes(), "x");
+  check(weight, {D}, "weight");
+  TORCH_CHECK_VALUE(gate.numel() == x.numel() && gate.scalar_type() == at::kFloat, "`gate` must be like `x`");
+  Tensor y = at::empty(gate.sizes(), x.options());
+  for (int64_t r = 0; r < rows; ++r) {
+    const float *in = numbers(x) + r * D, *open = numbers(gate) + r * D, *w = numbers(weight);
+    float* out = numbers(y) + r * D;
+    const float inverse = 1 / std::sqrt(dot(in, in, D) / D + float(eps));
+    for (int64_t i = 0; i < D; ++i) out[i] = in[i] * inverse * w[i];
+    if (!gate_) continue;
+    for (int64_t i = 0; i < D; ++i) out[i] *= silu(open[i]);
+  }
+  return y;
+}
+
+TORCH_LIBRARY(titans_cpu, library) {
+  // `memory_step.ChunkWriter.write` and `read`: fills slot t of `layers` and `slots`
+  library.def(
+      "step(Tensor q, Tensor k, Tensor v, Tensor theta, Tensor eta, Tensor alpha, Tensor(a!)[] layers, "
+      "Tensor(b!) slots, Tensor of_M, Tensor of_S, int t, float max_surprise, bool normalised, float hidden_step, "
+      "bool delta) -> (Tensor, Tensor, Tensor)",
+      &step);
+  // `memory_ops.recall`
+  library.def("recall(Tensor[] weights, Tensor q) -> Tensor", &recall);
+  // `NeuralMemory._heads`: convolution, SiLU and length
+  library.def("heads(Tensor extended, Tensor taps, int streams, int heads, float least_value) -> Tensor", &heads);
+  // `WriteGates.forward` behind its projection
+  library.def("gates(Tensor logits, float theta_max, float eta_max, bool forget) -> Tensor", &gates);
+  // `TitansRMSNorm.forward`, and with a gate `GatedNorm.forward`
+  library.def("gated_norm(Tensor x, Tensor weight, float eps, Tensor? gate=None) -> Tensor", &gated_norm);
+}
+
+}  // namespace
