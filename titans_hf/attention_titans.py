@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .cache_titans import TitansCacheLayer
 from .carry_titans import LayerCarry
 from .configuration_titans import TitansConfig
-from .fast_paths import state_dtype, takes
+from .fast_paths import operators, state_dtype, takes
 from .memory_layer import TitansRMSNorm
 from .rows import PackedRows, on_host
 from .tails import GrowingTail, Tail
@@ -119,6 +119,7 @@ class TitansRotaryEmbedding(nn.Module):
         self.config = config
         inv_freq, self.attention_scaling = self.frequencies()
         self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self._table: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
 
     def frequencies(self) -> tuple[Tensor, float]:
         """Inverse frequencies [D / 2] and the factor on cosines and sines, from the configuration alone."""
@@ -148,10 +149,21 @@ class TitansRotaryEmbedding(nn.Module):
         angles = torch.cat((angles, angles), dim=-1)[..., None, :]
         return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
 
+    def table(self, count: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [count, 1, D] for positions from 0, in float32 on the CPU; kept from call to call."""
+        inv_freq, size = self.inv_freq.to("cpu", torch.float32), PIECE * -(-count // PIECE)
+        if self._table is None or len(self._table[1][0]) < size or not torch.equal(self._table[0], inv_freq):
+            self._table = inv_freq.clone(), self.at(inv_freq, torch.arange(size, device="cpu"))
+        cos, sin = self._table[1]
+        return cos[:count], sin[:count]
+
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each pair of channels of `x` [B, T, H, D] by its token's angle."""
     cos, sin = rotation
+    native = operators(x, x.shape[1]) if cos.dtype is x.dtype else None
+    if native is not None:
+        return native.rotate(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -227,6 +239,11 @@ class TitansAttention(nn.Module):
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
         return k if self.k_norm is None else self.k_norm(k), v
+
+    def native(self, q: Tensor):
+        """The C++ operators, if they attend as this layer is asked to."""
+        plain = self.config._attn_implementation in ("sdpa", "eager") and not (self.training and self.attention_dropout)
+        return operators(q, q.shape[1]) if plain else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs) -> tuple[Tensor, Tensor | None]:
         """Attention of q [B, T, H, D] over k, v [B, K, H_kv, D] where `mask` [B or 1, 1, T, K] is True.
@@ -326,6 +343,11 @@ class SlidingAttention(TitansAttention):
     def _one_token(self, q, k, v, prefix, past, rows, rotary):
         """A decoding step, without gradients. A prefix rotated by the one query's own angle gives unrotated scores."""
         B, K, H, D = k.shape
+        native = self.native(q)
+        if native is not None:
+            first = rows.shared(f"first of {past}", lambda: past - rows.seen)
+            turns = rotary.table(K) if self.rotates else (None, None)
+            return native.attend(q, k, v, first, self.scaling, *(prefix or (None, None)), *turns), None
         P = 0 if prefix is None else prefix[0].shape[1]
         positions = torch.arange(K, device=q.device)
         turn, mask = self._turns("dense", positions, q, rows, rotary), self._shared_mask(positions, past, rows)
@@ -446,6 +468,9 @@ class SegmentAttention(TitansAttention):
             places: [B] tokens in each row's open segment.
         """
         k, v = (x.flatten(1, 2) for x in kv)
+        native = None if output_attentions else self.native(q)
+        if native is not None:
+            return self.o_proj(native.attend(q, k, v, 2 * (past - places), self.scaling, *persistent_kv or ())), None
         keys = torch.arange(past + q.shape[1], device=q.device)
         visible = (keys <= keys[past:, None])[None]  # [1, T, past + T]
         if past:

@@ -265,9 +265,8 @@ class MemoryAsContext(MemoryMixer):
         """Retrieve, attend, write and read (Eqs. 21-25) for tokens of one segment."""
         part, places, is_open = piece
         (retrieval, q, k, v), counts = part.of(tokens), part.counts
-        C, P, T = self.config.segment_size, self.config.num_persistent_tokens, q.shape[1]
-        slots = places[:, None] + torch.arange(T, device=q.device)
-        retrieved_at, segment_at = rotary.at(q, P + slots), rotary.at(q, P + C + slots)
+        C, T = self.config.segment_size, q.shape[1]
+        retrieved_at, segment_at = self._shared("rotations", rows, lambda: self._rotations(q, places, rotary))
 
         h_k, h_v = self.attention.keys_values(self.memory.retrieve(carry.segment_weights, retrieval))
         kv = [torch.stack(pair, dim=2) for pair in ((rotate(h_k, retrieved_at), rotate(k, segment_at)), (h_v, v))]
@@ -279,16 +278,26 @@ class MemoryAsContext(MemoryMixer):
                 kv[i] = extended[:, extended.shape[1] - past - T :]
         y, weights = self.attention(rotate(q, segment_at), kv, _pair(carry.fixed), past, places, output_attentions)
         m, memory, written = self.memory(self.write_norm(y), carry.own, counts, read_only)
-        segment = self._segment_start(carry, memory.state, places + (T if counts is None else counts))
+        segment = self._segment_start(carry, memory.state, places + (T if counts is None else counts), rows)
         carry = replace(carry, own=memory, tails={**carry.tails, **tails}, segment_weights=segment)
         if rows.width <= LOG_LIMIT:
             carry = self._noted(carry, written, counts, rows, read_only)
         return self.combine(y, m), weights, carry
 
-    def _segment_start(self, carry: LayerCarry, state: MemoryState, places: Tensor) -> tuple[Tensor, ...]:
+    @staticmethod
+    def _shared(name: str, rows: Rows, make: Callable):
+        """A value of a piece. All layers share it where the pass is a single token, and so a single piece."""
+        return rows.shared(name, make) if rows.width == 1 else make()
+
+    def _rotations(self, q: Tensor, places: Tensor, rotary):
+        """Of a piece's retrieved tokens, and of its own."""
+        slots = self.config.num_persistent_tokens + places[:, None] + torch.arange(q.shape[1], device=q.device)
+        return rotary.at(q, slots), rotary.at(q, self.config.segment_size + slots)
+
+    def _segment_start(self, carry: LayerCarry, state: MemoryState, places: Tensor, rows: Rows) -> tuple[Tensor, ...]:
         """The memory that the next token retrieves from: the present one for rows whose segment is complete."""
         complete = places == self.config.segment_size
-        reached = on_host(complete)
+        reached = self._shared("completed segments", rows, lambda: on_host(complete))
         if reached is not None and not any(reached):
             return carry.segment_weights
         weights, _ = state.current()

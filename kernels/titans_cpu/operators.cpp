@@ -10,6 +10,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -374,6 +375,97 @@ Tensor gated_norm(const Tensor& x_, const Tensor& weight, double eps, const std:
   return y;
 }
 
+// One query over its keys: the scores' softmax, then the values' mean by it.
+struct Attention {
+  const float *cos, *sin;  // of each key's angle, [K, D], or null where keys are turned already
+  int64_t D;
+
+  // q k^T for key j, which is turned here: pairs of channels i and i + D / 2 by one angle
+  float score(const float* q, const float* k, int64_t j) const {
+    if (cos == nullptr) return dot(q, k, D);
+    const int64_t half = D / 2;
+    const float *c = cos + j * D, *s = sin + j * D;
+    Lanes along{};
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES) {
+      const Lanes &q1 = lanes(q + i), &q2 = lanes(q + half + i), &k1 = lanes(k + i), &k2 = lanes(k + half + i);
+      along += lanes(c + i) * (k1 * q1 + k2 * q2) + lanes(s + i) * (k1 * q2 - k2 * q1);
+    }
+    float rest = 0;
+    for (; i < half; ++i)
+      rest += c[i] * (k[i] * q[i] + k[half + i] * q[half + i]) + s[i] * (k[i] * q[half + i] - k[half + i] * q[i]);
+    return sum(along) + rest;
+  }
+};
+
+void turn(const float* x, const float* cos, const float* sin, int64_t D, float* y) {
+  const int64_t half = D / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    y[i] = x[i] * cos[i] - x[half + i] * sin[i];
+    y[half + i] = x[half + i] * cos[half + i] + x[i] * sin[half + i];
+  }
+}
+
+Tensor rotate(const Tensor& x_, const Tensor& cos, const Tensor& sin) {
+  without_gradients({x_, cos, sin});
+  const Tensor x = x_.contiguous();
+  const int64_t B = x.size(0), H = x.size(2), D = x.size(3), own = cos.numel() == D ? 0 : D;
+  check(x, {B, 1, H, D}, "x");
+  TORCH_CHECK_VALUE(D % 2 == 0 && (own == 0 || cos.numel() == B * D), "`cos` must be of one token for each row");
+  check(cos, cos.sizes(), "cos");
+  check(sin, cos.sizes(), "sin");
+  Tensor y = at::empty(x.sizes(), x.options());
+  for (int64_t g = 0; g < B * H; ++g)
+    turn(numbers(x) + g * D, numbers(cos) + g / H * own, numbers(sin) + g / H * own, D, numbers(y) + g * D);
+  return y;
+}
+
+Tensor attend(const Tensor& q_, const Tensor& k, const Tensor& v, const Tensor& first, double scaling,
+              const std::optional<Tensor>& prefix_k_, const std::optional<Tensor>& prefix_v_,
+              const std::optional<Tensor>& cos, const std::optional<Tensor>& sin) {
+  without_gradients({q_, k, v});
+  const Tensor q = q_.contiguous();
+  const int64_t B = q.size(0), H = q.size(2), D = q.size(3), K = k.size(1), shared = H / k.size(2);
+  const Tensor prefix_k = prefix_k_.value_or(k.narrow(1, 0, 0)), prefix_v = prefix_v_.value_or(v.narrow(1, 0, 0));
+  const int64_t P = prefix_k.size(1);
+  check(q, {B, 1, H, D}, "q");
+  for (const Tensor& x : {k, v, prefix_k, prefix_v})
+    TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat && x.dim() == 4 && x.size(0) == B && x.size(2) * shared == H &&
+                          x.size(3) == D && x.stride(3) == 1, "keys and values must be float32 [", B, ", keys, heads, ",
+                      D, "], got ", x.sizes());
+  TORCH_CHECK_VALUE(v.size(1) == K && prefix_v.size(1) == P, "there must be as many values as keys");
+  TORCH_CHECK_VALUE(first.scalar_type() == at::kLong && first.is_contiguous() && first.numel() == B,
+                    "`first` must be int64 [", B, "]");
+  TORCH_CHECK_VALUE(cos.has_value() == sin.has_value(), "`cos` and `sin` come together");
+  if (cos) {
+    TORCH_CHECK_VALUE(D % 2 == 0 && cos->numel() == K * D, "`cos` must have a row for each of ", K, " keys");
+    check(*cos, cos->sizes(), "cos");
+    check(*sin, cos->sizes(), "sin");
+  }
+  const Attention attention{cos ? numbers(*cos) : nullptr, sin ? numbers(*sin) : nullptr, D};
+  Tensor y = at::zeros({B, 1, H * D}, q.options());
+  for_each(B * H, 2 * (P + K) * D, [&](int64_t g) {
+    const int64_t b = g / H, h = g % H / shared, from = std::clamp<int64_t>(first.data_ptr<int64_t>()[b], 0, K);
+    const auto at = [&](const Tensor& x, int64_t j) {
+      return numbers(x) + b * x.stride(0) + j * x.stride(1) + h * x.stride(2);
+    };
+    const float* query = numbers(q) + g * D;
+    Numbers turned(query, query + D), scores(P + K);
+    if (cos) turn(query, attention.cos + (K - 1) * D, attention.sin + (K - 1) * D, D, turned.data());
+    for (int64_t j = 0; j < P; ++j) scores[j] = float(scaling) * dot(query, at(prefix_k, j), D);
+    for (int64_t j = from; j < K; ++j) scores[P + j] = float(scaling) * attention.score(turned.data(), at(k, j), j);
+    float most = -INFINITY, total = 0;
+    const auto each = [&](const auto& f) {
+      for (int64_t j = 0; j < P; ++j) f(scores[j], at(prefix_v, j));
+      for (int64_t j = from; j < K; ++j) f(scores[P + j], at(v, j));
+    };
+    each([&](float& score, const float*) { most = std::max(most, score); });
+    each([&](float& score, const float*) { total += score = std::exp(score - most); });
+    each([&](float& score, const float* value) { add(score / total, value, D, numbers(y) + g * D); });
+  });
+  return y;
+}
+
 TORCH_LIBRARY(titans_cpu, library) {
   // `memory_step.ChunkWriter.write` and `read`: fills slot t of `layers` and `slots`
   library.def(
@@ -389,6 +481,14 @@ TORCH_LIBRARY(titans_cpu, library) {
   library.def("gates(Tensor logits, float theta_max, float eta_max, bool forget) -> Tensor", &gates);
   // `TitansRMSNorm.forward`, and with a gate `GatedNorm.forward`
   library.def("gated_norm(Tensor x, Tensor weight, float eps, Tensor? gate=None) -> Tensor", &gated_norm);
+  // `attention_titans.rotate`
+  library.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", &rotate);
+  // `SlidingAttention._one_token` and `SegmentAttention.forward`: a row sees the prefix and its keys from `first` on.
+  // With cosines and sines, keys and query are turned here, but not against each other where the prefix is concerned.
+  library.def(
+      "attend(Tensor q, Tensor k, Tensor v, Tensor first, float scaling, Tensor? prefix_k=None, Tensor? prefix_v=None, "
+      "Tensor? cos=None, Tensor? sin=None) -> Tensor",
+      &attend);
 }
 
 }  // namespace
