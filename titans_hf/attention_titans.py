@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .cache_titans import TitansCacheLayer
 from .carry_titans import LayerCarry
 from .configuration_titans import TitansConfig
-from .fast_paths import operators, state_dtype, takes
+from .fast_paths import operators, plain, state_dtype, takes, weights_of
 from .memory_layer import TitansRMSNorm
 from .rows import PackedRows, on_host
 from .tails import GrowingTail, Tail
@@ -245,6 +245,17 @@ class TitansAttention(nn.Module):
         plain = self.config._attn_implementation in ("sdpa", "eager") and not (self.training and self.attention_dropout)
         return operators(q, q.shape[1]) if plain else None
 
+    def native_weights(self) -> list[Tensor | None] | None:
+        """Weights and biases for an operator that projects as well; None where the layers do more than that."""
+        own = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+        return weights_of(*own) if self.q_norm is None and plain(*own) else None
+
+    def room(self, x: Tensor, tail: Tail, past: int, *more: int) -> tuple[Tensor, Tail]:
+        """The last tokens of a tail with room for one more, which an operator fills; and the tail after that."""
+        shape = (x.shape[0], 1, *more, self.config.num_key_value_heads, self.head_dim)
+        extended, tail = tail.append(x.new_empty(shape))
+        return extended[:, -past - 1 :], tail
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs) -> tuple[Tensor, Tensor | None]:
         """Attention of q [B, T, H, D] over k, v [B, K, H_kv, D] where `mask` [B or 1, 1, T, K] is True.
 
@@ -300,6 +311,10 @@ class SlidingAttention(TitansAttention):
 
         Returns the output [B, T, hidden], the weights [B, H, T, P + past + T] or None, and the window's new tails.
         """
+        if tails is not None and rows.lengths is None and not output_attentions:
+            found = self._whole(x, prefix, tails, rows, rotary)
+            if found is not None:
+                return found
         q = self.queries(x)
         k, v = self.keys_values(x)
         window, past = {}, 0
@@ -320,6 +335,23 @@ class SlidingAttention(TitansAttention):
         else:
             out, weights = self._blocks(q, k, v, prefix, past, rows, rotary)
         return self.o_proj(out), weights if output_attentions else None, window
+
+    def _whole(self, x, prefix, tails, rows, rotary):
+        """`forward` of one token in one C++ operator, or None where that does not serve."""
+        native = self.native(x)
+        weights = None if native is None else self.native_weights()
+        if weights is None:
+            return None
+        past = tails[0].size if self.window is None else min(self.window - 1, rows.reach)
+        (k, keys), (v, values) = (self.room(x, tail, past) for tail in tails)
+        out = native.slide(x, weights, k, v, *self._sight(past, prefix, rows, rotary))
+        return out, None, {"keys": keys, "values": values}
+
+    def _sight(self, past: int, prefix, rows, rotary):
+        """What a C++ operator needs to know besides the window: where it begins, the prefix, and rotations."""
+        first = rows.shared(f"first of {past}", lambda: past - rows.seen)
+        turns = rotary.table(past + 1) if self.rotates else (None, None)
+        return first, self.scaling, *(prefix or (None, None)), *turns
 
     def _turns(self, kind: str, positions: Tensor, q: Tensor, rows: Rows, rotary: TitansRotaryEmbedding):
         """Cosines and sines of the positions, which all layers share that have as many."""
@@ -345,9 +377,7 @@ class SlidingAttention(TitansAttention):
         B, K, H, D = k.shape
         native = self.native(q)
         if native is not None:
-            first = rows.shared(f"first of {past}", lambda: past - rows.seen)
-            turns = rotary.table(K) if self.rotates else (None, None)
-            return native.attend(q, k, v, first, self.scaling, *(prefix or (None, None)), *turns), None
+            return native.attend(q, k, v, *self._sight(past, prefix, rows, rotary)), None
         P = 0 if prefix is None else prefix[0].shape[1]
         positions = torch.arange(K, device=q.device)
         turn, mask = self._turns("dense", positions, q, rows, rotary), self._shared_mask(positions, past, rows)

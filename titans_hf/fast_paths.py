@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 PATHS = ("chunks", "step", "tokens", "query", "append", "operators")
 WITHOUT_GRADIENTS = ("step", "query", "append", "operators")
@@ -47,9 +47,25 @@ def operators(x: Tensor, tokens: int = 1) -> Any:
 
     They are `torch.ops.titans_cpu`. Where that package, a compiler or Linux is missing, torch computes the same.
     """
-    if not takes("operators", tokens) or x.dtype is not torch.float32 or type(x) is not Tensor or not x.is_cpu:
+    if tokens != 1 or not takes("operators") or x.dtype is not torch.float32 or type(x) is not Tensor or not x.is_cpu:
         return None
     return _operators()
+
+
+def plain(*layers: nn.Module) -> bool:
+    """Whether an operator may read the layers' weights: linear ones, not adapted, quantised, hooked or offloaded."""
+    return all(
+        type(layer) is nn.Linear
+        and type(weight := layer._parameters.get("weight")) is nn.Parameter
+        and weight.dtype is torch.float32
+        and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__)
+        for layer in layers
+    )
+
+
+def weights_of(*layers: nn.Linear) -> list[Tensor | None]:
+    """Weight and bias of each."""
+    return [layer._parameters[name] for layer in layers for name in ("weight", "bias")]
 
 
 @cache

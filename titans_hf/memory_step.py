@@ -28,7 +28,7 @@ def step(rule: Rule, state: MemoryState, q: Tensor, k: Tensor, v: Tensor, gates)
 
     Returns the outputs [B, H, 1, D] and the next state, or None where rows are at different places of their chunks.
     """
-    writer = _writer_of(state)
+    writer = writer_of(state)
     if writer is None:
         return None
     B, H = q.shape[:2]
@@ -39,15 +39,22 @@ def step(rule: Rule, state: MemoryState, q: Tensor, k: Tensor, v: Tensor, gates)
 
 def native_step(operators, rule: Rule, state: MemoryState, q: Tensor, k: Tensor, v: Tensor, gates):
     """`step` by the C++ operator (`fast_paths.operators`), for tensors of one token in any shape: y has that of q."""
-    writer = _writer_of(state)
+    writer = writer_of(state)
     if writer is None:
         return None
-    y, writer = writer.native_step(operators, rule, q, k, v, gates)
-    return y, writer.after(state)
+    writer = writer.appendable()
+    y, of_M, of_S = operators.step(q, k, v, *gates, *writer.buffers(), *native_fields(rule))
+    return y, writer.written(of_M, of_S).after(state)
 
 
-def _writer_of(state: MemoryState) -> "ChunkWriter | None":
-    """The writer that the state brings, or a new one."""
+def native_fields(rule: Rule) -> tuple[float, bool, float, bool]:
+    """A rule as the C++ operators know it."""
+    cap = float("inf") if rule.max_surprise is None else rule.max_surprise
+    return cap, rule.normalised, rule.hidden_step, isinstance(rule, DeltaRule)
+
+
+def writer_of(state: MemoryState) -> "ChunkWriter | None":
+    """The writer that the state brings, or a new one; None where rows are at different places of their chunks."""
     if state.writer is not None and state.writer.describes(state):
         return state.writer
     places = on_host(state.length)
@@ -129,8 +136,8 @@ class ChunkWriter:
 
     def write(self, rule: Rule, k: Tensor, v: Tensor, gates: list[Tensor]) -> "ChunkWriter":
         """The writer after a token with key and value [G, 1, D] and gates [G, 1]."""
-        if not self._may_append():
-            return self._copied().write(rule, k, v, gates)
+        if self.appendable() is not self:
+            return self.appendable().write(rule, k, v, gates)
         weights = [x[:, :n] for x, n in zip(self.layers, self.widths, strict=True)]
         if isinstance(rule, DeltaRule):
             factors = _PresentWrite(rule, weights, k, v, self)
@@ -144,26 +151,23 @@ class ChunkWriter:
         of_S[:, 2 + self.filled] = -theta[:, 0]
         of_M = F.hardshrink(torch.addcmul(of_S, self.of_M, 1 - alpha), negligible(of_S.dtype))
         of_S = F.hardshrink(of_S, negligible(of_S.dtype))
-        self.cursor.end = self.filled + 1
-        return replace(self, of_M=of_M, of_S=of_S, filled=self.filled + 1)
+        return self.written(of_M, of_S)
 
-    def _may_append(self) -> bool:
-        return self.cursor.allows(self.filled, self.slots)
-
-    def _copied(self) -> "ChunkWriter":
-        """The same in buffers of its own."""
+    def appendable(self) -> "ChunkWriter":
+        """This writer, or the same in buffers of its own where these are not its to append to."""
+        if self.cursor.allows(self.filled, self.slots):
+            return self
         layers, slots = [x.clone() for x in self.layers], self.slots.clone()
         return ChunkWriter._over(self.batch, self.widths, layers, slots, self.of_M, self.of_S, self.filled)
 
-    def native_step(self, operators, rule: Rule, q: Tensor, k: Tensor, v: Tensor, gates):
-        """`write` and `read` in one C++ operator: what is read, and the writer after the token."""
-        if not self._may_append():
-            return self._copied().native_step(operators, rule, q, k, v, gates)
-        cap = float("inf") if rule.max_surprise is None else rule.max_surprise
-        options = (self.filled, cap, rule.normalised, rule.hidden_step, isinstance(rule, DeltaRule))
-        y, of_M, of_S = operators.step(q, k, v, *gates, self.layers, self.slots, self.of_M, self.of_S, *options)
+    def buffers(self) -> tuple:
+        """What a C++ operator fills, and the place of the next token."""
+        return self.layers, self.slots, self.of_M, self.of_S, self.filled
+
+    def written(self, of_M: Tensor, of_S: Tensor) -> "ChunkWriter":
+        """The writer after a token that the next slots hold already."""
         self.cursor.end = self.filled + 1
-        return y, replace(self, of_M=of_M, of_S=of_S, filled=self.filled + 1)
+        return replace(self, of_M=of_M, of_S=of_S, filled=self.filled + 1)
 
     def read(self, q: Tensor) -> Tensor:
         """The query [G, 1, D] through the present memory (Eq. 15)."""

@@ -232,6 +232,10 @@ class MemoryAsContext(MemoryMixer):
         carry = rows.start(past, lambda: self.begin(x, persistent, rows, rotary))
         if past is not None and torch.is_grad_enabled():  # gradients of this pass, too, reach the persistent tokens
             carry = replace(carry, fixed=self._prefix(persistent, rows, rotary))
+        if rows.width == 1 and rows.lengths is None and rows.keep and not output_attentions:
+            found = self._one_token(x, carry, rows, rotary, read_only)
+            if found is not None:
+                return found
         retrieval, tail = self.memory.queries(x, carry.tails["conv_retrieval"], rows.lengths)
         carry = replace(carry, tails={**carry.tails, "conv_retrieval": tail})
         tokens = (retrieval, self.attention.queries(x), *self.attention.keys_values(x))
@@ -277,12 +281,38 @@ class MemoryAsContext(MemoryMixer):
                 extended, tails[name] = carry.tails[name].append(kv[i], counts)
                 kv[i] = extended[:, extended.shape[1] - past - T :]
         y, weights = self.attention(rotate(q, segment_at), kv, _pair(carry.fixed), past, places, output_attentions)
+        out, carry = self._write(y, replace(carry, tails={**carry.tails, **tails}), counts, places, rows, read_only)
+        return out, weights, carry
+
+    def _one_token(self, x: Tensor, carry: LayerCarry, rows: Rows, rotary, read_only: bool) -> Mixed | None:
+        """A decoding step with C++ operators, or None where they do not serve."""
+        native, weights = self.attention.native(x), self.attention.native_weights()
+        if native is None or weights is None or rows.fresh is True:
+            return None
+        found = self.memory.retrieve_one(x, carry.tails["conv_retrieval"], carry.segment_weights)
+        if found is None:
+            return None
+        h, tail = found
+        C = self.config.segment_size
+        places, past = rows.shared("places", lambda: rows.seen % C), min(C - 1, rows.reach)
+        first = rows.shared("first of the segment", lambda: 2 * (past - places))
+        turns = rows.shared("rotations", lambda: self._rotations(x, places, rotary))
+        (k, keys), (v, values) = (self.attention.room(x, carry.tails[name], past, 2) for name in SEGMENT_TAILS)
+        prefix = _pair(carry.fixed) or (None, None)
+        y = native.segment(x, h, weights, k, v, first, self.attention.scaling, *prefix, *turns[0], *turns[1])
+        tails = {"conv_retrieval": tail, **dict(zip(SEGMENT_TAILS, (keys, values), strict=True))}
+        out, carry = self._write(y, replace(carry, tails=tails), None, places, rows, read_only)
+        return out, None, self._finished(carry, rows)
+
+    def _write(self, y: Tensor, carry: LayerCarry, counts, places: Tensor, rows: Rows, read_only: bool):
+        """Write what attention says and read (Eqs. 24 and 25): the outputs, and the carry after a piece."""
+        T = y.shape[1]
         m, memory, written = self.memory(self.write_norm(y), carry.own, counts, read_only)
         segment = self._segment_start(carry, memory.state, places + (T if counts is None else counts), rows)
-        carry = replace(carry, own=memory, tails={**carry.tails, **tails}, segment_weights=segment)
+        carry = replace(carry, own=memory, segment_weights=segment)
         if rows.width <= LOG_LIMIT:
             carry = self._noted(carry, written, counts, rows, read_only)
-        return self.combine(y, m), weights, carry
+        return self.combine(y, m), carry
 
     @staticmethod
     def _shared(name: str, rows: Rows, make: Callable):

@@ -10,6 +10,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -466,6 +467,89 @@ Tensor attend(const Tensor& q_, const Tensor& k, const Tensor& v, const Tensor& 
   return y;
 }
 
+// Whole modules: the operators above between their linear layers
+
+// A token's streams [B, 1, channels] side by side into the last slot of [B, tokens, ...]
+void fill_last(const Tensor& extended, std::initializer_list<Tensor> streams) {
+  const int64_t B = extended.size(0), last = extended.size(1) - 1;
+  TORCH_CHECK_VALUE(extended.scalar_type() == at::kFloat && extended[0][0].is_contiguous(),
+                    "a tail's tokens must be contiguous float32");
+  int64_t place = 0;
+  for (const Tensor& x_ : streams) {
+    const Tensor x = x_.contiguous();
+    const int64_t channels = x.numel() / B;
+    for (int64_t b = 0; b < B; ++b)
+      std::copy_n(numbers(x) + b * channels, channels,
+                  numbers(extended) + b * extended.stride(0) + last * extended.stride(1) + place);
+    place += channels;
+  }
+  TORCH_CHECK_VALUE(place == extended[0][0].numel(), "a tail's tokens must have ", place, " channels");
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> remember(
+    const Tensor& x, const Tensor& W_q, const std::optional<Tensor>& W_k, const Tensor& W_v, const Tensor& W_gates,
+    const Tensor& b_gates, const Tensor& W_open, const Tensor& W_out, const Tensor& taps, const Tensor& norm_weight,
+    const Tensor& extended, at::TensorList layers, const Tensor& slots, const Tensor& old_M, const Tensor& old_S,
+    int64_t t, int64_t H, double least_value, double theta_max, double eta_max, bool forget, double eps,
+    double max_surprise, bool normalised, double hidden_step, bool delta) {
+  const Tensor q = at::linear(x, W_q);
+  fill_last(extended, {q, W_k ? at::linear(x, *W_k) : q, at::linear(x, W_v)});
+  const Tensor qkv = heads(extended, taps, 3, H, least_value);
+  const Tensor k = qkv.narrow(2, H, H), v = qkv.narrow(2, 2 * H, H);
+  const Tensor found = gates(at::linear(x, W_gates, b_gates), theta_max, eta_max, forget);
+  const auto [y, of_M, of_S] =
+      step(qkv.narrow(2, 0, H), k, v, found.select(2, 0), found.select(2, 1), found.select(2, 2), layers, slots, old_M,
+           old_S, t, max_surprise, normalised, hidden_step, delta);
+  const Tensor out = at::linear(gated_norm(y, norm_weight, eps, at::linear(x, W_open)), W_out);
+  return {out, k, v, found, of_M, of_S};
+}
+
+Tensor retrieve(const Tensor& x, const Tensor& W_q, const Tensor& W_out, const Tensor& taps, const Tensor& norm_weight,
+                const Tensor& extended, at::TensorList weights, int64_t H, double eps) {
+  fill_last(extended, {at::linear(x, W_q)});
+  const Tensor y = gated_norm(recall(weights, heads(extended, taps, 1, H, INFINITY)), norm_weight, eps, std::nullopt);
+  return at::linear(y.flatten(2), W_out);
+}
+
+// Weights and biases of the projections to queries, keys, values and from heads
+using Projections = const c10::List<std::optional<Tensor>>&;
+
+Tensor projected(const Tensor& x, Projections weights, int64_t i) {
+  return at::linear(x, *weights.get(2 * i), weights.get(2 * i + 1));
+}
+
+Tensor in_heads(const Tensor& x, int64_t D) { return x.unflatten(-1, {-1, D}); }
+
+Tensor slide(const Tensor& x, Projections weights, const Tensor& k, const Tensor& v, const Tensor& first,
+             double scaling, const std::optional<Tensor>& prefix_k, const std::optional<Tensor>& prefix_v,
+             const std::optional<Tensor>& cos, const std::optional<Tensor>& sin) {
+  fill_last(k, {projected(x, weights, 1)});
+  fill_last(v, {projected(x, weights, 2)});
+  const Tensor q = in_heads(projected(x, weights, 0), k.size(3));
+  return projected(attend(q, k, v, first, scaling, prefix_k, prefix_v, cos, sin), weights, 3);
+}
+
+Tensor segment(const Tensor& x, const Tensor& h, Projections weights, const Tensor& k, const Tensor& v,
+               const Tensor& first, double scaling, const std::optional<Tensor>& prefix_k,
+               const std::optional<Tensor>& prefix_v, const Tensor& cos_h, const Tensor& sin_h, const Tensor& cos,
+               const Tensor& sin) {
+  const auto turned = [&](const Tensor& y, int64_t i, const Tensor& c, const Tensor& s) {
+    return rotate(in_heads(projected(y, weights, i), k.size(4)), c, s);
+  };
+  fill_last(k, {turned(h, 1, cos_h, sin_h), turned(x, 1, cos, sin)});
+  fill_last(v, {projected(h, weights, 2), projected(x, weights, 2)});
+  const Tensor y = attend(turned(x, 0, cos, sin), k.flatten(1, 2), v.flatten(1, 2), first, scaling, prefix_k, prefix_v,
+                          std::nullopt, std::nullopt);
+  return projected(y, weights, 3);
+}
+
+Tensor feed_forward(const Tensor& x, Projections weights) {
+  const Tensor up = projected(x, weights, 1), y = projected(x, weights, 0).contiguous();
+  check(y, up.sizes(), "gate_proj(x)");
+  for (int64_t i = 0; i < y.numel(); ++i) numbers(y)[i] = silu(numbers(y)[i]) * numbers(up)[i];
+  return projected(y, weights, 2);
+}
+
 TORCH_LIBRARY(titans_cpu, library) {
   // `memory_step.ChunkWriter.write` and `read`: fills slot t of `layers` and `slots`
   library.def(
@@ -489,6 +573,31 @@ TORCH_LIBRARY(titans_cpu, library) {
       "attend(Tensor q, Tensor k, Tensor v, Tensor first, float scaling, Tensor? prefix_k=None, Tensor? prefix_v=None, "
       "Tensor? cos=None, Tensor? sin=None) -> Tensor",
       &attend);
+  // `NeuralMemory.forward`: returns its output, the token as it was written (keys, values, gates), and the shares
+  library.def(
+      "remember(Tensor x, Tensor W_q, Tensor? W_k, Tensor W_v, Tensor W_gates, Tensor b_gates, Tensor W_open, Tensor "
+      "W_out, Tensor taps, Tensor norm, Tensor(a!) extended, Tensor(b!)[] layers, Tensor(c!) slots, Tensor of_M, Tensor "
+      "of_S, int t, int heads, float least_value, float theta_max, float eta_max, bool forget, float eps, float "
+      "max_surprise, bool normalised, float hidden_step, bool delta) -> (Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor)",
+      &remember);
+  // `NeuralMemory.queries` and `retrieve` (Eq. 21)
+  library.def(
+      "retrieve(Tensor x, Tensor W_q, Tensor W_out, Tensor taps, Tensor norm, Tensor(a!) extended, Tensor[] weights, "
+      "int heads, float eps) -> Tensor",
+      &retrieve);
+  // `SlidingAttention.forward`; weights and biases are those of the projections to queries, keys, values, and back
+  library.def(
+      "slide(Tensor x, Tensor?[] weights, Tensor(a!) k, Tensor(b!) v, Tensor first, float scaling, Tensor? prefix_k, "
+      "Tensor? prefix_v, Tensor? cos, Tensor? sin) -> Tensor",
+      &slide);
+  // `MemoryAsContext._piece` up to what attention says (Eqs. 22 and 23), with h the retrieved token
+  library.def(
+      "segment(Tensor x, Tensor h, Tensor?[] weights, Tensor(a!) k, Tensor(b!) v, Tensor first, float scaling, Tensor? "
+      "prefix_k, Tensor? prefix_v, Tensor cos_h, Tensor sin_h, Tensor cos, Tensor sin) -> Tensor",
+      &segment);
+  // `TitansMLP.forward` with SiLU
+  library.def("feed_forward(Tensor x, Tensor?[] weights) -> Tensor", &feed_forward);
 }
 
 }  // namespace
