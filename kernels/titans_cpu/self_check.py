@@ -19,11 +19,11 @@ TOLERANCE = 1e-4  # largest difference in a tensor, relative to its largest entr
 @torch.no_grad()
 def difference(operators) -> str | None:
     """Which operator differs by more than the tolerance; None if none does."""
-    for name, check in (("step", _step), ("norm", _norm), ("heads", _heads)):
+    for name, check in (("step", _step), ("gated_norm", _norm), ("heads", _heads), ("attend", _attention)):
         for found, expected in check(operators, torch.Generator().manual_seed(0)):
             gap = ((found - expected).abs().max() / expected.abs().max()).item()
             if not gap <= TOLERANCE:
-                return f"the operator of the {name} is off by {gap:.1e} of its largest number, allowed {TOLERANCE:.0e}"
+                return f"the operator `{name}` is off by {gap:.1e} of its largest number, allowed {TOLERANCE:.0e}"
     return None
 
 
@@ -73,3 +73,17 @@ def _heads(operators, generator) -> list[tuple[Tensor, Tensor]]:
     length = expected.norm(dim=-1, keepdim=True)
     length[:, 4:] = length[:, 4:].clamp(min=1)
     return [(operators.heads(extended, taps, 3, 2, 1.0), (expected / length)[:, None])]
+
+
+def _attention(operators, generator) -> list[tuple[Tensor, Tensor]]:
+    """A query over a prefix, and over keys at angles that grow from one to the next."""
+    rows, keys, heads, width = 2, 5, 3, 22
+    q, k, v = (_normal(generator, rows, count, heads, width) for count in (1, keys, keys))
+    prefix_k, prefix_v = (_normal(generator, rows, 2, heads, width) for _ in range(2))
+    angle = (torch.arange(keys)[:, None, None] * torch.linspace(0.1, 1, width // 2)).repeat(1, 1, 2)
+    cos, sin, first = angle.cos(), angle.sin(), torch.tensor([0, 3])
+    turn = lambda x, c, s: x * c + torch.cat((-x[..., width // 2 :], x[..., : width // 2]), dim=-1) * s  # noqa: E731
+    scores = torch.cat((prefix_k * q, turn(k, cos, sin) * turn(q, cos[-1:], sin[-1:])), dim=1).sum(-1, True) / 4
+    scores[1, 2:5] = -torch.inf
+    expected = (scores.softmax(1) * torch.cat((prefix_v, v), dim=1)).sum(1, True).flatten(2)
+    return [(operators.attend(q, k, v, first, 0.25, prefix_k, prefix_v, cos, sin), expected)]
