@@ -5,13 +5,13 @@ import logging
 from dataclasses import replace
 
 import pytest
-import titans_cpu
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import VARIANTS, assert_close, every_variant, memory_inputs, random_ids, tiny_model
-from titans_cpu.self_check import difference
 
+import titans_cpu
+from titans_cpu.self_check import difference
 from titans_hf import TitansCache, fast_paths, neural_memory
 from titans_hf.fast_paths import forced
 from titans_hf.memory_rule import DeltaRule, Rule
