@@ -54,13 +54,13 @@ def operators(x: Tensor, tokens: int = 1) -> Any:
 
 def plain(*layers: nn.Module) -> bool:
     """Whether an operator may read the layers' weights: linear ones, not adapted, quantised, hooked or offloaded."""
-    return all(
-        type(layer) is nn.Linear
-        and type(weight := layer._parameters.get("weight")) is nn.Parameter
-        and weight.dtype is torch.float32
-        and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__)
-        for layer in layers
-    )
+    for layer in layers:
+        if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+            return False
+        weight = layer._parameters.get("weight")
+        if type(weight) is not nn.Parameter or weight.dtype is not torch.float32 or "forward" in layer.__dict__:
+            return False
+    return True
 
 
 def weights_of(*layers: nn.Linear) -> list[Tensor | None]:

@@ -337,7 +337,8 @@ class MemoryAsContext(MemoryMixer):
 
     def _finished(self, carry: LayerCarry, rows: Rows) -> LayerCarry:
         """The carry for the cache: open-chunk fields present, and a new log after a pass too long for one."""
-        carry = replace(carry, own=carry.own.opened(self.config.memory_chunk_size))
+        if carry.memory.length is None:
+            carry = replace(carry, own=carry.own.opened(self.config.memory_chunk_size))
         too_long = carry.log is not None and rows.width > LOG_LIMIT
         return carry.restarting(rows.seen_after()) if too_long else carry
 

@@ -218,11 +218,12 @@ void check(const Tensor& x, at::IntArrayRef sizes, const char* name) {
                     "` must be contiguous float32 of sizes ", sizes, ", got ", x.scalar_type(), " ", x.sizes());
 }
 
+constexpr int64_t WORTHWHILE = 1 << 16;  // numbers to read, for a thread of its own
+
 // Heads of a step are shared out among the threads, where there is enough to do for each.
 template <typename F>
 void for_each(int64_t count, int64_t numbers_read, const F& f) {
-  const int64_t worthwhile = 1 << 16;
-  at::parallel_for(0, count, std::max<int64_t>(1, worthwhile / std::max<int64_t>(1, numbers_read)),
+  at::parallel_for(0, count, std::max<int64_t>(1, WORTHWHILE / std::max<int64_t>(1, numbers_read)),
                    [&](int64_t from, int64_t to) {
                      for (int64_t i = from; i < to; ++i) f(i);
                    });
@@ -399,6 +400,13 @@ struct Attention {
   }
 };
 
+void softmax(float* x, int64_t n) {
+  const float most = *std::max_element(x, x + n);
+  float total = 0;
+  for (int64_t i = 0; i < n; ++i) total += x[i] = std::exp(x[i] - most);
+  for (int64_t i = 0; i < n; ++i) x[i] /= total;
+}
+
 void turn(const float* x, const float* cos, const float* sin, int64_t D, float* y) {
   const int64_t half = D / 2;
   for (int64_t i = 0; i < half; ++i) {
@@ -445,24 +453,31 @@ Tensor attend(const Tensor& q_, const Tensor& k, const Tensor& v, const Tensor& 
   }
   const Attention attention{cos ? numbers(*cos) : nullptr, sin ? numbers(*sin) : nullptr, D};
   Tensor y = at::zeros({B, 1, H * D}, q.options());
-  for_each(B * H, 2 * (P + K) * D, [&](int64_t g) {
-    const int64_t b = g / H, h = g % H / shared, from = std::clamp<int64_t>(first.data_ptr<int64_t>()[b], 0, K);
-    const auto at = [&](const Tensor& x, int64_t j) {
-      return numbers(x) + b * x.stride(0) + j * x.stride(1) + h * x.stride(2);
+  const int64_t threads = K * H * D < WORTHWHILE ? 1 : std::min<int64_t>(at::get_num_threads(), H);
+  for_each(B * threads, K * H * D / threads, [&](int64_t part) {
+    const int64_t b = part / threads, start = part % threads * H / threads, end = (part % threads + 1) * H / threads;
+    const int64_t from = std::clamp<int64_t>(first.data_ptr<int64_t>()[b], 0, K), all = P + K;
+    const auto at = [&](const Tensor& x, int64_t j, int64_t h) {
+      return numbers(x) + b * x.stride(0) + j * x.stride(1) + h / shared * x.stride(2);
     };
-    const float* query = numbers(q) + g * D;
-    Numbers turned(query, query + D), scores(P + K);
-    if (cos) turn(query, attention.cos + (K - 1) * D, attention.sin + (K - 1) * D, D, turned.data());
-    for (int64_t j = 0; j < P; ++j) scores[j] = float(scaling) * dot(query, at(prefix_k, j), D);
-    for (int64_t j = from; j < K; ++j) scores[P + j] = float(scaling) * attention.score(turned.data(), at(k, j), j);
-    float most = -INFINITY, total = 0;
-    const auto each = [&](const auto& f) {
-      for (int64_t j = 0; j < P; ++j) f(scores[j], at(prefix_v, j));
-      for (int64_t j = from; j < K; ++j) f(scores[P + j], at(v, j));
+    Numbers turned(H * D), scores(H * all, -INFINITY);
+    for (int64_t h = start; h < end; ++h) {
+      const float* query = numbers(q) + (b * H + h) * D;
+      if (cos) turn(query, attention.cos + (K - 1) * D, attention.sin + (K - 1) * D, D, &turned[h * D]);
+      else std::copy_n(query, D, &turned[h * D]);
+      for (int64_t j = 0; j < P; ++j) scores[h * all + j] = float(scaling) * dot(query, at(prefix_k, j, h), D);
+    }
+    for (int64_t j = from; j < K; ++j)  // heads inside: a token's keys lie side by side
+      for (int64_t h = start; h < end; ++h)
+        scores[h * all + P + j] = float(scaling) * attention.score(&turned[h * D], at(k, j, h), j);
+    for (int64_t h = start; h < end; ++h) softmax(&scores[h * all], all);
+    const auto add_value = [&](int64_t h, int64_t j, const float* value) {
+      add(scores[h * all + j], value, D, numbers(y) + (b * H + h) * D);
     };
-    each([&](float& score, const float*) { most = std::max(most, score); });
-    each([&](float& score, const float*) { total += score = std::exp(score - most); });
-    each([&](float& score, const float* value) { add(score / total, value, D, numbers(y) + g * D); });
+    for (int64_t j = 0; j < P; ++j)
+      for (int64_t h = start; h < end; ++h) add_value(h, j, at(prefix_v, j, h));
+    for (int64_t j = from; j < K; ++j)
+      for (int64_t h = start; h < end; ++h) add_value(h, P + j, at(v, j, h));
   });
   return y;
 }
