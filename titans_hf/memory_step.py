@@ -113,7 +113,8 @@ class ChunkWriter:
     def attach(self, length: Tensor) -> MemoryState:
         """The state whose next token this writer writes."""
         fields = {**self.fields, "length": length}
-        return MemoryState(**fields, writer=replace(self, fields=fields))
+        own = (self.batch, self.widths, self.layers, self.slots, self.of_M, self.of_S, self.filled, self.cursor)
+        return MemoryState(**fields, writer=ChunkWriter(*own, fields))
 
     def after(self, state: MemoryState) -> MemoryState:
         """The state one token after the given one; at a chunk boundary if the token has filled the chunk."""
@@ -166,8 +167,9 @@ class ChunkWriter:
 
     def written(self, of_M: Tensor, of_S: Tensor) -> "ChunkWriter":
         """The writer after a token that the next slots hold already."""
-        self.cursor.end = self.filled + 1
-        return replace(self, of_M=of_M, of_S=of_S, filled=self.filled + 1)
+        self.cursor.end = filled = self.filled + 1
+        own = (self.batch, self.widths, self.layers, self.slots, of_M, of_S, filled, self.cursor, self.fields)
+        return ChunkWriter(*own)  # `replace` takes three times as long
 
     def read(self, q: Tensor) -> Tensor:
         """The query [G, 1, D] through the present memory (Eq. 15)."""

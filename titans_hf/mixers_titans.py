@@ -319,6 +319,11 @@ class MemoryAsContext(MemoryMixer):
         """A value of a piece. All layers share it where the pass is a single token, and so a single piece."""
         return rows.shared(name, make) if rows.width == 1 else make()
 
+    def _completed(self, places: Tensor) -> tuple[Tensor, list[bool] | None]:
+        """Which rows are at the end of their segment, [B], and the same on the host."""
+        complete = places == self.config.segment_size
+        return complete, on_host(complete)
+
     def _rotations(self, q: Tensor, places: Tensor, rotary):
         """Of a piece's retrieved tokens, and of its own."""
         slots = self.config.num_persistent_tokens + places[:, None] + torch.arange(q.shape[1], device=q.device)
@@ -326,8 +331,7 @@ class MemoryAsContext(MemoryMixer):
 
     def _segment_start(self, carry: LayerCarry, state: MemoryState, places: Tensor, rows: Rows) -> tuple[Tensor, ...]:
         """The memory that the next token retrieves from: the present one for rows whose segment is complete."""
-        complete = places == self.config.segment_size
-        reached = self._shared("completed segments", rows, lambda: on_host(complete))
+        complete, reached = self._shared("completed segments", rows, lambda: self._completed(places))
         if reached is not None and not any(reached):
             return carry.segment_weights
         weights, _ = state.current()
