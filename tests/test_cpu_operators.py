@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import sys
 from dataclasses import replace
 
 import pytest
@@ -244,6 +245,18 @@ def test_without_operators_torch_decodes_and_one_line_in_the_log_says_so(environ
         assert torch.equal(found, decode(model, ids))
     tokens, state = memory_inputs(T=1, dtype=torch.float32)
     with pytest.raises(ValueError, match="`backend='cpu'` has no operators"):
+        neural_memory(*tokens, state, chunk_size=4, backend="cpu")
+
+
+def test_where_the_package_is_missing_torch_decodes(fresh):
+    """As with a checkpoint's own code where titans-hf is not installed."""
+    fresh.setitem(sys.modules, "titans_cpu", None)
+    model, ids = tiny_model("mac", torch.float32), random_ids(2, 16)
+    found = decode(model, ids)
+    with forced(operators=False):
+        assert torch.equal(found, decode(model, ids))
+    tokens, state = memory_inputs(T=1, dtype=torch.float32)
+    with pytest.raises(ValueError, match="`backend='cpu'` needs the package titans_cpu"):
         neural_memory(*tokens, state, chunk_size=4, backend="cpu")
 
 
