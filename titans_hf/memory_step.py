@@ -137,8 +137,9 @@ class ChunkWriter:
 
     def write(self, rule: Rule, k: Tensor, v: Tensor, gates: list[Tensor]) -> "ChunkWriter":
         """The writer after a token with key and value [G, 1, D] and gates [G, 1]."""
-        if self.appendable() is not self:
-            return self.appendable().write(rule, k, v, gates)
+        own = self.appendable()
+        if own is not self:
+            return own.write(rule, k, v, gates)
         weights = [x[:, :n] for x, n in zip(self.layers, self.widths, strict=True)]
         if isinstance(rule, DeltaRule):
             factors = _PresentWrite(rule, weights, k, v, self)
