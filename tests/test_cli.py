@@ -177,7 +177,7 @@ def test_info_names_the_kernels_that_would_run_and_why(tmp_path, fields, here, t
         with pytest.raises(ValueError, match=why):
             memory_ops.choose_form(*asked)
     else:
-        assert memory_ops.choose_form(*asked) is memory_ops.TORCH
+        assert memory_ops.choose_form(*asked).scan is memory_ops.TORCH.scan
 
 
 def test_info_says_what_is_missing_for_the_kernels(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .cache_titans import TitansCacheLayer
 from .carry_titans import LayerCarry
 from .configuration_titans import TitansConfig
-from .fast_paths import state_dtype, takes
+from .fast_paths import operators, plain, state_dtype, takes, weights_of
 from .memory_layer import TitansRMSNorm
 from .rows import PackedRows, on_host
 from .tails import GrowingTail, Head, Tail
@@ -120,6 +120,7 @@ class TitansRotaryEmbedding(nn.Module):
         self.config = config
         inv_freq, self.attention_scaling = self.frequencies()
         self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self._table: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
 
     def frequencies(self) -> tuple[Tensor, float]:
         """Inverse frequencies [D / 2] and the factor on cosines and sines, from the configuration alone."""
@@ -149,10 +150,21 @@ class TitansRotaryEmbedding(nn.Module):
         angles = torch.cat((angles, angles), dim=-1)[..., None, :]
         return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
 
+    def table(self, count: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [count, 1, D] for positions from 0, in float32 on the CPU; kept from call to call."""
+        inv_freq, size = self.inv_freq.to("cpu", torch.float32), PIECE * -(-count // PIECE)
+        if self._table is None or len(self._table[1][0]) < size or not torch.equal(self._table[0], inv_freq):
+            self._table = inv_freq.clone(), self.at(inv_freq, torch.arange(size, device="cpu"))
+        cos, sin = self._table[1]
+        return cos[:count], sin[:count]
+
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each pair of channels of `x` [B, T, H, D] by its token's angle."""
     cos, sin = rotation
+    native = operators(x, x.shape[1]) if cos.dtype is x.dtype else None
+    if native is not None:
+        return native.rotate(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -229,6 +241,22 @@ class TitansAttention(nn.Module):
         k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
         return k if self.k_norm is None else self.k_norm(k), v
 
+    def native(self, q: Tensor):
+        """The C++ operators, if they attend as this layer is asked to."""
+        plain = self.config._attn_implementation in ("sdpa", "eager") and not (self.training and self.attention_dropout)
+        return operators(q, q.shape[1]) if plain else None
+
+    def native_weights(self) -> list[Tensor | None] | None:
+        """Weights and biases for an operator that projects as well; None where the layers do more than that."""
+        own = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
+        return weights_of(*own) if self.q_norm is None and plain(*own) else None
+
+    def room(self, x: Tensor, tail: Tail, past: int, *more: int) -> tuple[Tensor, Tail]:
+        """The last tokens of a tail with room for one more, which an operator fills; and the tail after that."""
+        shape = (x.shape[0], 1, *more, self.config.num_key_value_heads, self.head_dim)
+        extended, tail = tail.append(x.new_empty(shape))
+        return extended[:, -past - 1 :], tail
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs) -> tuple[Tensor, Tensor | None]:
         """Attention of q [B, T, H, D] over k, v [B, K, H_kv, D] where `mask` [B or 1, 1, T, K] is True.
 
@@ -294,6 +322,10 @@ class SlidingAttention(TitansAttention):
         Returns the output [B, T, hidden], the weights [B, H, T, P + S + past + T] or None, and the new tails. Weights
         of sinks are there as soon as any token may be beyond its window.
         """
+        if "keys" in tails and rows.lengths is None and not output_attentions:
+            found = self._whole(x, prefix, tails, rows, rotary)
+            if found is not None:
+                return found
         q = self.queries(x)
         k, v = self.keys_values(x)
         sinks = self._sinks_after(k, v, tails, rows)
@@ -338,6 +370,32 @@ class SlidingAttention(TitansAttention):
             return k, v
         return tuple(torch.cat(pair, dim=1) for pair in zip(prefix, (k, v), strict=True))
 
+    def _whole(self, x, prefix, tails, rows, rotary):
+        """`forward` of one token in one C++ operator, or None where that does not serve."""
+        native = self.native(x) if self._sinks_agree(rows) else None
+        weights = None if native is None else self.native_weights()
+        if weights is None:
+            return None
+        if self.sinks and rows.reach >= self.window:
+            prefix = self._with_sinks(prefix, tails, rows, rotary)
+        past = tails["keys"].size if self.window is None else min(self.window - 1, rows.reach)
+        (k, keys), (v, values) = (self.room(x, tails[name], past) for name in ("keys", "values"))
+        out = native.slide(x, weights, k, v, *self._sight(past, prefix, rows, rotary))
+        return out, None, {**tails, "keys": keys, "values": values}
+
+    def _sinks_agree(self, rows: Rows) -> bool:
+        """Whether no row lacks a sink, and the window has left all of them behind, or none."""
+        if not self.sinks:
+            return True
+        least = rows.shared("least seen", lambda: min(on_host(rows.seen) or [0]))
+        return least >= self.window + self.sinks - 1 or (least >= self.sinks and rows.reach < self.window)
+
+    def _sight(self, past: int, prefix, rows, rotary):
+        """What a C++ operator needs to know besides the window: where it begins, the prefix, and rotations."""
+        first = rows.shared(f"first of {past}", lambda: past - rows.seen)
+        turns = rotary.table(past + 1) if self.rotates else (None, None)
+        return first, self.scaling, *(prefix or (None, None)), *turns
+
     def _turns(self, kind: str, positions: Tensor, q: Tensor, rows: Rows, rotary: TitansRotaryEmbedding):
         """Cosines and sines of the positions, which all layers share that have as many."""
         if not self.rotates:
@@ -360,6 +418,9 @@ class SlidingAttention(TitansAttention):
     def _one_token(self, q, k, v, prefix, past, rows, rotary):
         """A decoding step, without gradients. A prefix rotated by the one query's own angle gives unrotated scores."""
         B, K, H, D = k.shape
+        native = self.native(q) if self._sinks_agree(rows) else None
+        if native is not None:
+            return native.attend(q, k, v, *self._sight(past, prefix, rows, rotary)), None
         P = 0 if prefix is None else prefix[0].shape[1]
         positions = torch.arange(K, device=q.device)
         turn, mask = self._turns("dense", positions, q, rows, rotary), self._shared_mask(positions, past, rows)
@@ -493,6 +554,9 @@ class SegmentAttention(TitansAttention):
             places: [B] tokens in each row's open segment.
         """
         k, v = (x.flatten(1, 2) for x in kv)
+        native = None if output_attentions else self.native(q)
+        if native is not None:
+            return self.o_proj(native.attend(q, k, v, 2 * (past - places), self.scaling, *persistent_kv or ())), None
         keys = torch.arange(past + q.shape[1], device=q.device)
         visible = (keys <= keys[past:, None])[None]  # [1, T, past + T]
         if past:

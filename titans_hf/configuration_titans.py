@@ -11,7 +11,7 @@ MEMORY_STEPS = ("plain", "normalised")
 MEMORY_WRITES = ("chunk", "delta")
 MEMORY_FORGET_TO = ("zero", "start")
 MEMORY_COMBINES = ("gate_attention", "gate_memory", "add")
-MEMORY_IMPLEMENTATIONS = ("auto", "torch", "triton", "recurrent")
+MEMORY_IMPLEMENTATIONS = ("auto", "torch", "triton", "cpu", "recurrent")
 CLASSIFIER_POOLINGS = ("last", "mean")
 LAYER_LISTS = ("memory_layers", "full_attention_layers", "rotary_layers")
 
@@ -87,8 +87,9 @@ class TitansConfig(PreTrainedConfig):
             row's first token, `M_t = (1 - alpha) M_(t-1) + alpha start + S_t`: what fades is what was written since,
             and not what training has learned.
         memory_conv_width: taps of the causal depthwise convolution on the memory's queries, keys and values.
-        memory_implementation: "torch" (the chunk form), "triton" (its kernels, on GPUs), "auto" (the kernels where they
-            are installed and serve the tensors, else torch) or "recurrent" (the token loop, for checks).
+        memory_implementation: "torch" (the chunk form), "triton" (its kernels, on GPUs), "cpu" (decoding steps in C++,
+            else torch), "auto" (kernels and C++ where they are there and serve the tensors, else torch) or "recurrent"
+            (the token loop, for checks).
         max_position_embeddings: what tools take for the longest input. Positions are local, so nothing in the model
             depends on it.
         classifier_pooling: what `TitansForSequenceClassification` classifies a row by: its "last" token, or the "mean"

@@ -12,17 +12,20 @@ is filled in place.
 | `tokens` | fused convolution and gated norm (`memory_tokens`) | eager mode, more than `FEW` tokens |
 | `query` | sliding-window attention of a single query | eager mode, one token, no gradients |
 | `append` | a carried buffer grows in place (`tails`) | eager mode, no gradients |
+| `operators` | what lies between two linear layers, in C++ (`titans_cpu`) | as `step`, in float32 on a CPU |
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-PATHS = ("chunks", "step", "tokens", "query", "append")
-WITHOUT_GRADIENTS = ("step", "query", "append")
-ONE_TOKEN = ("step", "query")
+PATHS = ("chunks", "step", "tokens", "query", "append", "operators")
+WITHOUT_GRADIENTS = ("step", "query", "append", "operators")
+ONE_TOKEN = ("step", "query", "operators")
 FEW = 8  # tokens: with no more of them, torch's own operations are faster than the fused passes
 
 _forced: dict[str, bool] = {}
@@ -37,6 +40,47 @@ def takes(path: str, tokens: int = 1) -> bool:
     if (tokens != 1 and path in ONE_TOKEN) or (tokens <= FEW and path == "tokens"):
         return False
     return not torch.compiler.is_compiling() and not inside_functorch()
+
+
+def operators(x: Tensor, tokens: int = 1) -> Any:
+    """The C++ operators for a decoding step, if they can compute with a tensor like x; else None.
+
+    They are `torch.ops.titans_cpu`. Where that package, a compiler or Linux is missing, torch computes the same.
+    """
+    if tokens != 1 or not takes("operators") or x.dtype is not torch.float32 or type(x) is not Tensor or not x.is_cpu:
+        return None
+    return _operators()
+
+
+def plain(*layers: nn.Module) -> bool:
+    """Whether an operator may read the layers' weights: linear ones, not adapted, quantised, hooked or offloaded."""
+    for layer in layers:
+        if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+            return False
+        weight = layer._parameters.get("weight")
+        if type(weight) is not nn.Parameter or weight.dtype is not torch.float32 or "forward" in layer.__dict__:
+            return False
+    return True
+
+
+def weights_of(*layers: nn.Linear) -> list[Tensor | None]:
+    """Weight and bias of each."""
+    return [layer._parameters[name] for layer in layers for name in ("weight", "bias")]
+
+
+@cache
+def _operators() -> Any:
+    package = operators_package()
+    return package.operators() if package else None
+
+
+def operators_package() -> Any:
+    """The package of C++ operators, if it is installed."""
+    try:
+        import titans_cpu
+    except ImportError:
+        return None
+    return titans_cpu
 
 
 @contextmanager

@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .configuration_titans import TitansConfig
-from .fast_paths import state_dtype, takes
-from .memory_ops import neural_memory, recall
+from .fast_paths import operators, plain, state_dtype, takes
+from .memory_chunks import serves
+from .memory_ops import NATIVE, neural_memory, recall
 from .memory_rule import rule_of
 from .memory_state import MemoryState
+from .memory_step import native_fields, native_step, writer_of
 from .memory_tokens import LONGEST, SMALLEST, conv_silu, convolved, gated_norm
 from .rows import take
 from .tails import Tail
@@ -30,6 +32,9 @@ class TitansRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
+            native = operators(x, x.shape[1])
+            if native is not None:
+                return native.gated_norm(x, self.weight, self.eps)
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         precise = x.to(state_dtype(x.dtype))
         precise = precise * torch.rsqrt(precise.square().mean(-1, keepdim=True) + self.eps)
@@ -50,6 +55,9 @@ class GatedNorm(TitansRMSNorm):
         """
         if gate is None:
             return super().forward(y).flatten(-2)
+        native = operators(y, y.shape[1]) if self.weight.dtype == gate.dtype == y.dtype else None
+        if native is not None:
+            return native.gated_norm(y, self.weight, self.eps, gate)
         if fused:
             precise = state_dtype(y.dtype)
             return gated_norm(y.to(precise), gate, self.weight.to(precise), self.eps)
@@ -84,7 +92,7 @@ class CausalConv(nn.Module):
     def forward(self, channels: int) -> Tensor:
         """Those of the first channels, [reach + 1, channels]. Offloading brings them in when the module is called."""
         weight = self.weight[:channels]
-        return weight.T.to(state_dtype(weight.dtype)).contiguous()
+        return weight.T.to(state_dtype(weight.dtype))
 
 
 class WriteGates(nn.Module):
@@ -108,6 +116,7 @@ class WriteGates(nn.Module):
         self.proj = nn.Linear(config.hidden_size, 3 * config.memory_num_heads)
         self.theta_max, self.eta_max = config.memory_theta_max, config.memory_eta_max
         self.momentum, self.forget = config.memory_momentum, config.memory_forget
+        self.limits = (self.theta_max, self.eta_max if self.momentum else 0.0, self.forget)
         self.starts = (config.memory_theta_start, config.memory_eta_start, *config.memory_alpha_start)
 
     def start_bias(self) -> Tensor:
@@ -120,6 +129,9 @@ class WriteGates(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, hidden] to `(theta, eta, alpha)` stacked as [B, T, 3, H]."""
         logits = self.proj(x)
+        native = operators(logits, x.shape[1])
+        if native is not None:
+            return native.gates(logits, *self.limits)
         theta, eta, alpha = logits.to(state_dtype(logits.dtype)).sigmoid().chunk(3, dim=-1)
         eta = self.eta_max * eta if self.momentum else torch.zeros_like(eta)
         theta = self.theta_max * theta * (1 - eta)
@@ -203,6 +215,7 @@ class NeuralMemory(nn.Module):
         self.chunk_size, self.rule = config.memory_chunk_size, rule_of(config)
         self.gates_by_chunk = config.memory_gates == "chunk"
         self.least_norms = (SMALLEST, SMALLEST, LONGEST if config.memory_value_limit else None)  # of q, k, v
+        self.longest_value = LONGEST if config.memory_value_limit else float("inf")
         self.backend = config.memory_implementation
         width = self.num_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
@@ -255,6 +268,10 @@ class NeuralMemory(nn.Module):
 
         Returns the outputs [B, T, hidden], the carry after the last token, and the tokens as they were written.
         """
+        if lengths is None and not read_only and chunk_size is None:
+            found = self._one_token(x, carry)
+            if found is not None:
+                return found
         q = self.q_proj(x)
         k = q if self.k_proj is None else self.k_proj(x)
         (q, k, v), tail = self._heads((q, k, self.v_proj(x)), carry.tail, lengths)
@@ -270,17 +287,9 @@ class NeuralMemory(nn.Module):
             state = state.without_writer() if torch.is_grad_enabled() else state
             y = recall(state.current()[0], q)
         else:
-            y, state = neural_memory(
-                q,
-                k,
-                v,
-                *gates.unbind(2),
-                state,
-                chunk_size=chunk_size,
-                rule=self.rule,
-                backend=backend,
-                lengths=lengths,
-            )
+            tokens, options = (q, k, v, *gates.unbind(2)), {"chunk_size": chunk_size, "lengths": lengths}
+            found = self._native_step(tokens, state, **options)
+            y, state = found or neural_memory(*tokens, state, rule=self.rule, backend=backend, **options)
         out = self.out_proj(self.norm(y, self.output_gate(x), self._fused(y)))
         return out, MemoryCarry(state, tail), Written(k, v, gates)
 
@@ -292,6 +301,62 @@ class NeuralMemory(nn.Module):
     def retrieve(self, weights: tuple[Tensor, ...], q: Tensor) -> Tensor:
         """The given memory's answers to the queries as tokens [B, T, hidden]: normed and projected, not gated."""
         return self.out_proj(self.norm(recall(weights, q)))
+
+    def _one_token(self, x: Tensor, carry: MemoryCarry) -> tuple[Tensor, MemoryCarry, Written] | None:
+        """`forward` in one C++ operator, or None where that does not serve."""
+        native, gates, state = self._native(x), self.write_gates, carry.state
+        if native is None or state.length is None or self.conv is None or self.gates_by_chunk or not serves(self.rule):
+            return None
+        own = (self.q_proj, self.v_proj, gates.proj, self.output_gate, self.out_proj)
+        writer = writer_of(state) if plain(*own) and (self.k_proj is None or plain(self.k_proj)) else None
+        if writer is None:
+            return None
+        writer, channels = writer.appendable(), 3 * self.num_heads * self.head_dim
+        extended, tail = carry.tail.append(x.new_empty(x.shape[0], 1, channels))  # which the operator fills
+        weights = (
+            self.q_proj.weight,
+            None if self.k_proj is None else self.k_proj.weight,
+            self.v_proj.weight,
+            gates.proj.weight,
+            gates.proj.bias,
+            self.output_gate.weight,
+            self.out_proj.weight,
+            self.conv(channels),
+            self.norm.weight,
+        )
+        y, k, v, found, of_M, of_S = native.remember(
+            x,
+            *weights,
+            extended[:, -self.conv_reach - 1 :],
+            *writer.buffers(),
+            self.num_heads,
+            self.longest_value,
+            *gates.limits,
+            self.norm.eps,
+            *native_fields(self.rule),
+        )
+        return y, MemoryCarry(writer.written(of_M, of_S).after(state), tail), Written(k, v, found)
+
+    def retrieve_one(self, x: Tensor, tail: Tail, weights: tuple[Tensor, ...]) -> tuple[Tensor, Tail] | None:
+        """`queries` and `retrieve` of one token in one C++ operator, or None where that does not serve."""
+        native = self._native(x) if self.conv is not None and plain(self.q_proj, self.out_proj) else None
+        if native is None:
+            return None
+        channels = self.num_heads * self.head_dim
+        extended, tail = tail.append(x.new_empty(x.shape[0], 1, channels))  # which the operator fills
+        own = (self.q_proj.weight, self.out_proj.weight, self.conv(channels), self.norm.weight)
+        extended = extended[:, -self.conv_reach - 1 :]
+        return native.retrieve(x, *own, extended, weights, self.num_heads, self.norm.eps), tail
+
+    def _native_step(self, tokens: tuple[Tensor, ...], state: MemoryState, chunk_size: int, lengths: Tensor | None):
+        """`neural_memory` of one token by the C++ operator, or None where that does not serve."""
+        open_chunk = state.length is not None and chunk_size == self.chunk_size
+        native = self._native(tokens[0]) if open_chunk and lengths is None and serves(self.rule) else None
+        return None if native is None else native_step(native, self.rule, state, *tokens[:3], tokens[3:])
+
+    def _native(self, x: Tensor):
+        """The C++ operators for tokens [B, T, ...], or None: see `fast_paths.operators`."""
+        return operators(x, x.shape[1]) if self.backend in NATIVE else None
 
     def _fused(self, x: Tensor) -> bool:
         """Whether tokens [B, T, ...] take the fused passes with a hand-written backward."""
@@ -306,7 +371,7 @@ class NeuralMemory(nn.Module):
         streams, width = len(projected), self.num_heads * self.head_dim
         if self.conv is not None and self._fused(projected[0]):
             before = tail.last(self.conv_reach).split(width, dim=-1)
-            taps = self.conv(streams * width).split(width, dim=-1)
+            taps = self.conv(streams * width).contiguous().split(width, dim=-1)
             found = [
                 conv_silu(x, *past, self.num_heads, least)
                 for least, x, *past in zip(self.least_norms, projected, before, taps)
@@ -316,6 +381,11 @@ class NeuralMemory(nn.Module):
         extended, tail = tail.append(joined, lengths)
         if self.conv is not None:
             taps = self.conv(streams * width)
+            native = self._native(joined)
+            if native is not None:
+                found = native.heads(extended[:, -len(taps) :], taps, streams, self.num_heads, self.longest_value)
+                return list(found.split(self.num_heads, dim=2)), tail
+            taps = taps.contiguous()
             joined = convolved(
                 extended[:, extended.shape[1] - joined.shape[1] - self.conv_reach :].to(taps.dtype), taps
             )

@@ -7,7 +7,8 @@ defines a step. The same numbers come from several forms, which `choose_form` pi
 * the token loop (`memory_rule.token_loop`): the definition;
 * the closed form of a chunk under autograd (`memory_closed_form`), for `torch.compile`, `torch.func` and new rules;
 * the same with a hand-written backward (`memory_chunks`), and one token at a time (`memory_step`), in eager mode;
-* the same as Triton kernels (`titans_kernels`), on GPUs.
+* the same as Triton kernels (`titans_kernels`), on GPUs;
+* one token at a time in C++ (`titans_cpu`), on CPUs.
 
 Axis letters: B batch, T tokens, H heads, D head width, C chunk length, N chunks, n tokens of one chunk. Weights are
 stored so that `M(x) = x W`, i.e. [B, H, in, out].
@@ -22,16 +23,25 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .fast_paths import inside_functorch, state_dtype, takes, without_autocast, without_values
+from .fast_paths import (
+    inside_functorch,
+    operators,
+    operators_package,
+    state_dtype,
+    takes,
+    without_autocast,
+    without_values,
+)
 from .memory_chunks import scan as scan_by_hand
 from .memory_chunks import serves
 from .memory_closed_form import chunk_coefficients, read_chunk, read_tokens
 from .memory_rule import DeltaRule, Rule, answers, token_loop
 from .memory_state import MemoryState, where_all
-from .memory_step import step
+from .memory_step import native_step, step
 from .rows import GridCut, PackedRows
 
-BACKENDS = ("auto", "torch", "triton", "recurrent")
+BACKENDS = ("auto", "torch", "triton", "cpu", "recurrent")
+NATIVE = ("auto", "cpu")  # those that take the C++ operators
 
 
 # The closed form under autograd, and the choice of a faster one
@@ -149,6 +159,12 @@ TORCH = Form(scan, extend)
 
 def choose_form(backend: str, rule: Rule, state: MemoryState, q: Tensor, chunk_size: int) -> Form:
     """The form for a backend. What it cannot compute is refused here, before a token is read."""
+    if backend == "cpu":
+        refusal = operator_refusal(rule, state, q)
+        if refusal is not None:
+            raise ValueError(f"`backend='cpu'` {refusal}")
+    if backend in NATIVE and q.device.type == "cpu":
+        return Form(scan, _native_extend)
     if backend != "triton" and (backend != "auto" or not q.is_cuda or inside_functorch()):
         return TORCH
     refusal = kernel_refusal(rule, state, q, chunk_size)
@@ -168,6 +184,19 @@ def kernel_refusal(rule: Rule, state: MemoryState, q: Tensor, chunk_size: int) -
         return "needs the kernels: pip install 'titans-hf[kernels]'"
     what = kernels.refusal(state.weights, q, chunk_size)
     return None if what is None else f"does not serve {what}. Use 'torch'"
+
+
+def operator_refusal(rule: Rule, state: MemoryState, q: Tensor) -> str | None:
+    """Why the C++ operators cannot serve a memory on a CPU, and the fix; None if they can."""
+    if not serves(rule):
+        return f"does not serve {rule}: use 'auto' or 'torch'"
+    if q.device.type != "cpu" or state.weights[0].dtype is not torch.float32:
+        return f"serves states in float32 on a CPU, not {state.weights[0].dtype} on {q.device}: use 'auto' or 'torch'"
+    package = operators_package()
+    if package is None:
+        return "needs the package titans_cpu, which comes with titans-hf: use 'auto' or 'torch'"
+    problem = package.problem()
+    return None if problem is None else f"has no operators: {problem}. Use 'auto' or 'torch'"
 
 
 def _kernels():
@@ -198,6 +227,14 @@ def _kernel_extend(rule: Rule, state: MemoryState, tokens, counts: Tensor | None
     return _kernels().extend_chunk(state, *tokens, counts, *_fields(rule))
 
 
+def _native_extend(rule: Rule, state: MemoryState, tokens, counts: Tensor | None):
+    """The C++ operator for one token without gradients, the torch form for more."""
+    q, k, v, *gates = (x.to(state.weights[0].dtype) for x in tokens)
+    native = operators(q, q.shape[2]) if counts is None and serves(rule) else None
+    found = None if native is None else native_step(native, rule, state, q, k, v, gates)
+    return extend(rule, state, tokens, counts) if found is None else found
+
+
 def _read_chunkwise(rule: Rule, tokens, state: MemoryState, lengths: Tensor | None, chunk_size: int, form: Form):
     """Read rows whose real tokens are at the front: close the open chunk, read whole chunks, open the next."""
     cut = GridCut.of(state.length, lengths, tokens[0].shape[1], chunk_size)
@@ -226,8 +263,12 @@ def recall(weights: tuple[Tensor, ...], q: Tensor) -> Tensor:
     Under autograd, take the weights of `state.current()`, or of `state.without_writer()`: a decoding step that goes on
     from a state writes into its buffers.
     """
+    precise = q.to(weights[0].dtype)
+    native = operators(precise, q.shape[1])
+    if native is not None:
+        return native.recall(weights, precise).to(q.dtype)
     with without_autocast(q):
-        y = answers(weights, q.transpose(1, 2).to(weights[0].dtype))[1][-1]
+        y = answers(weights, precise.transpose(1, 2))[1][-1]
     return y.transpose(1, 2).to(q.dtype)
 
 
@@ -265,8 +306,9 @@ def neural_memory(
             diverges on repetitive input.
         mask: [B, T] bool, True at real tokens, in any pattern. Padding changes nothing and reads as zero.
         backend: "recurrent" (the token loop), "torch" (the chunk form), "triton" (its kernels, on GPUs, for the shapes
-            they serve), or "auto": "triton" where it is installed, serves the tensors and has passed a check against
-            torch at its first use (`TITANS_KERNEL_CHECK=0` skips that), "torch" elsewhere.
+            they serve), "cpu" (a decoding step in C++, else "torch"), or "auto": "triton" and "cpu" where they are
+            installed, serve the tensors and have passed a check against torch at their first use
+            (`TITANS_KERNEL_CHECK=0` skips that), "torch" elsewhere.
         lengths: [B] real tokens of each row, for rows that already hold them at the front: a cheaper `mask`. Outputs
             after a row's last token are then unspecified.
         rule: the update rule, in place of `max_surprise`; by default `Rule(max_surprise)`.

@@ -28,22 +28,33 @@ def step(rule: Rule, state: MemoryState, q: Tensor, k: Tensor, v: Tensor, gates)
 
     Returns the outputs [B, H, 1, D] and the next state, or None where rows are at different places of their chunks.
     """
-    writer = _writer_of(state)
+    writer = writer_of(state)
     if writer is None:
         return None
     B, H = q.shape[:2]
     q, k, v, *gates = (x.flatten(0, 1) for x in (q, k, v, *gates))
     writer = writer.write(rule, k, v, gates)
-    y = writer.read(q).unflatten(0, (B, H))
-    if not writer.is_full():
-        return y, writer.attach(state.length + 1)
-    weights, momentum = writer.memory()
-    closed = replace(writer.attach(torch.zeros_like(state.length)), writer=None)
-    return y, replace(closed, weights=weights, momentum=momentum)
+    return writer.read(q).unflatten(0, (B, H)), writer.after(state)
 
 
-def _writer_of(state: MemoryState) -> "ChunkWriter | None":
-    """The writer that the state brings, or a new one."""
+def native_step(operators, rule: Rule, state: MemoryState, q: Tensor, k: Tensor, v: Tensor, gates):
+    """`step` by the C++ operator (`fast_paths.operators`), for tensors of one token in any shape: y has that of q."""
+    writer = writer_of(state)
+    if writer is None:
+        return None
+    writer = writer.appendable()
+    y, of_M, of_S = operators.step(q, k, v, *gates, *writer.buffers(), *native_fields(rule))
+    return y, writer.written(of_M, of_S).after(state)
+
+
+def native_fields(rule: Rule) -> tuple[float, bool, float, bool]:
+    """A rule as the C++ operators know it."""
+    cap = float("inf") if rule.max_surprise is None else rule.max_surprise
+    return cap, rule.normalised, rule.hidden_step, isinstance(rule, DeltaRule)
+
+
+def writer_of(state: MemoryState) -> "ChunkWriter | None":
+    """The writer that the state brings, or a new one; None where rows are at different places of their chunks."""
     if state.writer is not None and state.writer.describes(state):
         return state.writer
     places = on_host(state.length)
@@ -102,7 +113,16 @@ class ChunkWriter:
     def attach(self, length: Tensor) -> MemoryState:
         """The state whose next token this writer writes."""
         fields = {**self.fields, "length": length}
-        return MemoryState(**fields, writer=replace(self, fields=fields))
+        own = (self.batch, self.widths, self.layers, self.slots, self.of_M, self.of_S, self.filled, self.cursor)
+        return MemoryState(**fields, writer=ChunkWriter(*own, fields))
+
+    def after(self, state: MemoryState) -> MemoryState:
+        """The state one token after the given one; at a chunk boundary if the token has filled the chunk."""
+        if not self.is_full():
+            return self.attach(state.length + 1)
+        weights, momentum = self.memory()
+        closed = replace(self.attach(torch.zeros_like(state.length)), writer=None)
+        return replace(closed, weights=weights, momentum=momentum)
 
     def describes(self, state: MemoryState) -> bool:
         """Whether the state is the one it was attached to, field by field, and was not changed by `replace` since."""
@@ -117,9 +137,8 @@ class ChunkWriter:
 
     def write(self, rule: Rule, k: Tensor, v: Tensor, gates: list[Tensor]) -> "ChunkWriter":
         """The writer after a token with key and value [G, 1, D] and gates [G, 1]."""
-        if not self.cursor.allows(self.filled, self.slots):
-            layers, slots = [x.clone() for x in self.layers], self.slots.clone()
-            own = ChunkWriter._over(self.batch, self.widths, layers, slots, self.of_M, self.of_S, self.filled)
+        own = self.appendable()
+        if own is not self:
             return own.write(rule, k, v, gates)
         weights = [x[:, :n] for x, n in zip(self.layers, self.widths, strict=True)]
         if isinstance(rule, DeltaRule):
@@ -134,8 +153,24 @@ class ChunkWriter:
         of_S[:, 2 + self.filled] = -theta[:, 0]
         of_M = F.hardshrink(torch.addcmul(of_S, self.of_M, 1 - alpha), negligible(of_S.dtype))
         of_S = F.hardshrink(of_S, negligible(of_S.dtype))
-        self.cursor.end = self.filled + 1
-        return replace(self, of_M=of_M, of_S=of_S, filled=self.filled + 1)
+        return self.written(of_M, of_S)
+
+    def appendable(self) -> "ChunkWriter":
+        """This writer, or the same in buffers of its own where these are not its to append to."""
+        if self.cursor.allows(self.filled, self.slots):
+            return self
+        layers, slots = [x.clone() for x in self.layers], self.slots.clone()
+        return ChunkWriter._over(self.batch, self.widths, layers, slots, self.of_M, self.of_S, self.filled)
+
+    def buffers(self) -> tuple:
+        """What a C++ operator fills, and the place of the next token."""
+        return self.layers, self.slots, self.of_M, self.of_S, self.filled
+
+    def written(self, of_M: Tensor, of_S: Tensor) -> "ChunkWriter":
+        """The writer after a token that the next slots hold already."""
+        self.cursor.end = filled = self.filled + 1
+        own = (self.batch, self.widths, self.layers, self.slots, of_M, of_S, filled, self.cursor, self.fields)
+        return ChunkWriter(*own)  # `replace` takes three times as long
 
     def read(self, q: Tensor) -> Tensor:
         """The query [G, 1, D] through the present memory (Eq. 15)."""

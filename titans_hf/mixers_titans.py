@@ -226,6 +226,10 @@ class MemoryAsContext(MemoryMixer):
         carry = rows.start(past, lambda: self.begin(x, persistent, rows, rotary))
         if past is not None and torch.is_grad_enabled():  # gradients of this pass, too, reach the persistent tokens
             carry = replace(carry, fixed=self._prefix(persistent, rows, rotary))
+        if rows.width == 1 and rows.lengths is None and rows.keep and not output_attentions:
+            found = self._one_token(x, carry, rows, rotary, read_only)
+            if found is not None:
+                return found
         retrieval, tail = self.memory.queries(x, carry.tails["conv_retrieval"], rows.lengths)
         carry = replace(carry, tails={**carry.tails, "conv_retrieval": tail})
         tokens = (retrieval, self.attention.queries(x), *self.attention.keys_values(x))
@@ -259,9 +263,8 @@ class MemoryAsContext(MemoryMixer):
         """Retrieve, attend, write and read (Eqs. 21-25) for tokens of one segment."""
         part, places, is_open = piece
         (retrieval, q, k, v), counts = part.of(tokens), part.counts
-        C, P, T = self.config.segment_size, self.config.num_persistent_tokens, q.shape[1]
-        slots = places[:, None] + torch.arange(T, device=q.device)
-        retrieved_at, segment_at = rotary.at(q, P + slots), rotary.at(q, P + C + slots)
+        C, T = self.config.segment_size, q.shape[1]
+        retrieved_at, segment_at = self._shared("rotations", rows, lambda: self._rotations(q, places, rotary))
 
         h_k, h_v = self.attention.keys_values(self.memory.retrieve(carry.segment_weights, retrieval))
         kv = [torch.stack(pair, dim=2) for pair in ((rotate(h_k, retrieved_at), rotate(k, segment_at)), (h_v, v))]
@@ -272,17 +275,57 @@ class MemoryAsContext(MemoryMixer):
                 extended, tails[name] = carry.tails[name].append(kv[i], counts)
                 kv[i] = extended[:, extended.shape[1] - past - T :]
         y, weights = self.attention(rotate(q, segment_at), kv, _pair(carry.fixed), past, places, output_attentions)
+        out, carry = self._write(y, replace(carry, tails={**carry.tails, **tails}), counts, places, rows, read_only)
+        return out, weights, carry
+
+    def _one_token(self, x: Tensor, carry: LayerCarry, rows: Rows, rotary, read_only: bool) -> Mixed | None:
+        """A decoding step with C++ operators, or None where they do not serve."""
+        native, weights = self.attention.native(x), self.attention.native_weights()
+        if native is None or weights is None or rows.fresh is True:
+            return None
+        found = self.memory.retrieve_one(x, carry.tails["conv_retrieval"], carry.segment_weights)
+        if found is None:
+            return None
+        h, tail = found
+        C = self.config.segment_size
+        places, past = rows.shared("places", lambda: rows.seen % C), min(C - 1, rows.reach)
+        first = rows.shared("first of the segment", lambda: 2 * (past - places))
+        turns = rows.shared("rotations", lambda: self._rotations(x, places, rotary))
+        (k, keys), (v, values) = (self.attention.room(x, carry.tails[name], past, 2) for name in SEGMENT_TAILS)
+        prefix = _pair(carry.fixed) or (None, None)
+        y = native.segment(x, h, weights, k, v, first, self.attention.scaling, *prefix, *turns[0], *turns[1])
+        tails = {"conv_retrieval": tail, **dict(zip(SEGMENT_TAILS, (keys, values), strict=True))}
+        out, carry = self._write(y, replace(carry, tails=tails), None, places, rows, read_only)
+        return out, None, self._finished(carry, rows)
+
+    def _write(self, y: Tensor, carry: LayerCarry, counts, places: Tensor, rows: Rows, read_only: bool):
+        """Write what attention says and read (Eqs. 24 and 25): the outputs, and the carry after a piece."""
+        T = y.shape[1]
         m, memory, written = self.memory(self.write_norm(y), carry.own, counts, read_only)
-        segment = self._segment_start(carry, memory.state, places + (T if counts is None else counts))
-        carry = replace(carry, own=memory, tails={**carry.tails, **tails}, segment_weights=segment)
+        segment = self._segment_start(carry, memory.state, places + (T if counts is None else counts), rows)
+        carry = replace(carry, own=memory, segment_weights=segment)
         if rows.width <= LOG_LIMIT:
             carry = self._noted(carry, written, counts, rows, read_only)
-        return self.combine(y, m), weights, carry
+        return self.combine(y, m), carry
 
-    def _segment_start(self, carry: LayerCarry, state: MemoryState, places: Tensor) -> tuple[Tensor, ...]:
-        """The memory that the next token retrieves from: the present one for rows whose segment is complete."""
+    @staticmethod
+    def _shared(name: str, rows: Rows, make: Callable):
+        """A value of a piece. All layers share it where the pass is a single token, and so a single piece."""
+        return rows.shared(name, make) if rows.width == 1 else make()
+
+    def _completed(self, places: Tensor) -> tuple[Tensor, list[bool] | None]:
+        """Which rows are at the end of their segment, [B], and the same on the host."""
         complete = places == self.config.segment_size
-        reached = on_host(complete)
+        return complete, on_host(complete)
+
+    def _rotations(self, q: Tensor, places: Tensor, rotary):
+        """Of a piece's retrieved tokens, and of its own."""
+        slots = self.config.num_persistent_tokens + places[:, None] + torch.arange(q.shape[1], device=q.device)
+        return rotary.at(q, slots), rotary.at(q, self.config.segment_size + slots)
+
+    def _segment_start(self, carry: LayerCarry, state: MemoryState, places: Tensor, rows: Rows) -> tuple[Tensor, ...]:
+        """The memory that the next token retrieves from: the present one for rows whose segment is complete."""
+        complete, reached = self._shared("completed segments", rows, lambda: self._completed(places))
         if reached is not None and not any(reached):
             return carry.segment_weights
         weights, _ = state.current()
@@ -292,7 +335,8 @@ class MemoryAsContext(MemoryMixer):
 
     def _finished(self, carry: LayerCarry, rows: Rows) -> LayerCarry:
         """The carry for the cache: open-chunk fields present, and a new log after a pass too long for one."""
-        carry = replace(carry, own=carry.own.opened(self.config.memory_chunk_size))
+        if carry.memory.length is None:
+            carry = replace(carry, own=carry.own.opened(self.config.memory_chunk_size))
         too_long = carry.log is not None and rows.width > LOG_LIMIT
         return carry.restarting(rows.seen_after()) if too_long else carry
 

@@ -44,6 +44,7 @@ from .cache_titans import LAYER_TYPE, TitansCache, TitansCacheLayer, advance_all
 from .carry_titans import LOG_LIMIT, REWIND
 from .configuration_titans import TitansConfig
 from .documents_titans import Documents, find_documents
+from .fast_paths import operators, plain, weights_of
 from .memory_layer import CausalConv, MemoryStart, NeuralMemory, TitansRMSNorm, WriteGates
 from .mixers_titans import BranchNorm, GateNorm, mixer_of
 from .rows import PackedRows
@@ -61,9 +62,12 @@ class TitansMLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.act = ACT2FN[config.hidden_act]
+        self.act, self.is_swiglu = ACT2FN[config.hidden_act], config.hidden_act in ("silu", "swish")
 
     def forward(self, x: Tensor) -> Tensor:
+        native = operators(x, x.shape[1]) if self.is_swiglu else None
+        if native is not None and plain(self.gate_proj, self.up_proj, self.down_proj):
+            return native.feed_forward(x, weights_of(self.gate_proj, self.up_proj, self.down_proj))
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 

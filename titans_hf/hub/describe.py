@@ -146,6 +146,8 @@ def _chosen(config: "TitansConfig", layer: "TitansCacheLayer", device: "torch.de
     asked, weights = config.memory_implementation, layer.carry.memory.weights
     if asked in ("torch", "recurrent"):
         return (TORCH if asked == "torch" else "token loop"), f"memory_implementation={asked!r}"
+    if asked == "cpu":
+        return ("none" if device.type == "cuda" else TORCH), "memory_implementation='cpu'"
     if asked == "auto" and device.type != "cuda":
         return TORCH, "no CUDA device"
     try:
