@@ -85,6 +85,9 @@ CASES = [
     ("mag", dict(attention_qk_norm=True, memory_layers=[1], full_attention_layers=[0], rotary_layers=[1])),
     ("mal", dict(full_attention_layers=[1], hidden_act="gelu")),
     ("mag", dict(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0})),
+    ("mag", dict(attention_sinks=2)),
+    ("mal", dict(attention_sinks=3, attention_qk_norm=True, num_persistent_tokens=0)),
+    ("mag", dict(attention_sinks=1, rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0})),
 ]
 
 
@@ -97,6 +100,17 @@ def test_a_model_decodes_as_with_torch(variant, switches):
         expected = decode(model, ids)
     assert_close(found, expected, 1e-5)
     assert not torch.equal(found, expected), "the operators were not used"
+
+
+@BUILT
+@pytest.mark.parametrize("prompt", [1, 2, 4])
+def test_sinks_are_seen_as_with_torch_from_the_first_token_on(prompt):
+    """While they are read, inside the window, while it leaves them one by one, and beyond."""
+    model, ids = tiny_model("mag", torch.float32, attention_sinks=3), random_ids(2, 13)
+    found = decode(model, ids, prompt=prompt)
+    with forced(operators=False):
+        assert_close(found, decode(model, ids, prompt=prompt), 1e-5)
+        assert_close(found, model(ids).logits, 1e-5)
 
 
 @BUILT
