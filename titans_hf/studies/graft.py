@@ -84,7 +84,8 @@ def measure(models: dict[str, PreTrainedModel], texts: list[Tensor]) -> dict[str
     """Losses by place: those of the models, and of the last of them, the tuned graft, its two controls."""
     graft = models[TUNED]
     found: dict[str, list[Tensor]] = {name: [] for name in (*models, *CONTROLS)}
-    for text, other in tqdm(list(zip(texts, [*texts[1:], texts[0]])), desc="texts"):
+    half = len(texts) // 2  # texts come file by file: the other one is of another document
+    for text, other in tqdm(list(zip(texts, texts[half:] + texts[:half])), desc="texts"):
         for name, model in models.items():
             found[name].append(token_losses(model, text))
         never, anothers = CONTROLS
@@ -112,6 +113,8 @@ def draw(nats: dict[str, list[float]], tokens: int, window: int, path: Path) -> 
     figure, axes = plt.subplots(figsize=(7, 4))
     ends = [end for _, end in places(tokens)]
     for name, values in nats.items():
+        if name == WITHOUT_SINKS:
+            continue  # so far above that the others would be one line
         style = "k-" if name == FULL else "o--" if name in CONTROLS else "o-"
         axes.plot(ends, values, style, markersize=3, label=name)
     axes.axvline(window, color="black", linestyle=":", linewidth=0.8, label="window")
