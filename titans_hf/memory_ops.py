@@ -163,10 +163,8 @@ def choose_form(backend: str, rule: Rule, state: MemoryState, q: Tensor, chunk_s
         refusal = operator_refusal(rule, state, q)
         if refusal is not None:
             raise ValueError(f"`backend='cpu'` {refusal}")
-    if backend in NATIVE and q.device.type == "cpu":
-        return Form(scan, _native_extend)
     if backend != "triton" and (backend != "auto" or not q.is_cuda or inside_functorch()):
-        return TORCH
+        return Form(scan, _native_extend) if backend in NATIVE and not q.is_cuda else TORCH
     refusal = kernel_refusal(rule, state, q, chunk_size)
     if refusal is not None and backend == "triton":
         raise ValueError(f"`backend='triton'` {refusal}")
