@@ -32,7 +32,7 @@ def _normal(generator, *shape: int) -> Tensor:
 
 
 def _step(operators, generator) -> list[tuple[Tensor, Tensor]]:
-    """Outputs of a chunk of tokens, and of the same with the memory's matrices written out."""
+    """Outputs of a chunk of tokens, and of the same in torch, by whole matrices."""
     W, S, start = ([_normal(generator, G, *layer) / 5 for layer in ((D, F), (F, D))] for _ in range(3))
     layers = [torch.cat((*each, torch.zeros(G, C, each[0].shape[2])), dim=1) for each in zip(W, S, start)]
     slots, shares = torch.zeros(G, C, D + F + 3), torch.eye(2, 2 + C).expand(G, -1, -1)
