@@ -261,6 +261,20 @@ def test_a_hub_dataset_of_the_recipe_is_named(folder):
     assert "| data | `HuggingFaceFW/fineweb-edu`, `sample-10BT`, split `train` |" in card.text
 
 
+@pytest.mark.parametrize("rank, learned", [(0, "the memories alone"), (16, "attention by LoRA of rank 16, merged")])
+def test_a_taught_graft_names_its_source_and_claims_no_licence(folder, rank, learned):
+    for teacher, base in (("ada/llama-135m", "ada/llama-135m"), ("/home/ada/llama", None)):
+        recipe = {**RECIPE, "distil": {"teacher": teacher, "lora_rank": rank}}
+        (folder / "training.json").write_text(json.dumps({**TRAINING, "recipe": recipe}))
+        card = trained_card(read_model(folder))
+        assert (card.data.base_model, card.data.license) == (base, None)
+        name = teacher.replace("/home/ada/", "…/")
+        assert f"grafted from {name} and taught by it" in card.text
+        assert f"those of {name}, whose licence and limits hold" in card.text
+        assert learned in card.text
+        assert "/home/ada" not in str(card)
+
+
 def test_a_baseline_has_a_card_without_a_memory(tmp_path):
     LlamaConfig(hidden_size=192, num_hidden_layers=4, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     record = make_record(memory="none", **FIGURES)

@@ -103,6 +103,11 @@ class Model:
     def recipe(self) -> dict:
         return self.training["recipe"] if self.training else {}
 
+    @property
+    def teacher(self) -> str | None:
+        """The model that this one was grafted from and taught by."""
+        return (self.recipe.get("distil") or {}).get("teacher")
+
 
 def read_model(folder: Path, records: list[Path] = (), training: Path | None = None, name: str | None = None) -> Model:
     """A model's folder, with the records in it and the given ones."""
@@ -185,7 +190,8 @@ def trained_card(model: Model, repo_id: str | None = None) -> "ModelCard":
             tags=[*TAGS, f"titans-{config.variant}"] if config else [model.config.get("model_type", "baseline")],
             language=language(model),
             datasets=datasets(model),
-            base_model=model.about.get("base_model"),
+            **({"license": None} if model.teacher else {}),
+            base_model=model.about.get("base_model") or (model.teacher if is_hub_id(model.teacher) else None),
             **({"model_name": model.name, "eval_results": results} if results else {}),
         ),
         name=model.name,
@@ -218,7 +224,7 @@ def render(data: "ModelCardData", **context) -> "ModelCard":
 def card_data(**fields) -> "ModelCardData":
     from huggingface_hub import ModelCardData
 
-    return ModelCardData(library_name=LIBRARY, license=LICENSE, **fields)
+    return ModelCardData(**{"library_name": LIBRARY, "license": LICENSE, **fields})
 
 
 def titans_config(model: Model) -> "TitansConfig | None":
@@ -235,10 +241,11 @@ def titans_config(model: Model) -> "TitansConfig | None":
 
 
 def titans_rows(config: "TitansConfig", facts: dict) -> list[tuple[str, str]]:
+    first = f" and the first {config.attention_sinks} of a text" if config.attention_sinks else ""
     attention = {
         "mac": f"segments of {config.segment_size} tokens, {config.num_attention_heads} heads",
         "lmm": "none",
-    }.get(config.variant, f"a window of {config.sliding_window} tokens, {config.num_attention_heads} heads")
+    }.get(config.variant, f"a window of {config.sliding_window} tokens{first}, {config.num_attention_heads} heads")
     rows = {
         "variant": VARIANTS[config.variant],
         "parameters": f"{facts['parameters']['all']:,} ({facts['parameters']['without_embeddings']:,} without "
@@ -343,6 +350,8 @@ def summary(model: Model, facts: dict | None) -> str:
     trained = f", trained on {count(model.training['tokens'])} tokens" if model.training else ""
     task = PIPELINES.get(model.architecture)
     noun = f"model for {task.replace('-', ' ')}" if task else "language model"
+    if model.teacher:
+        trained = f", grafted from {public(model.teacher)} and taught by it on {count(model.training['tokens'])} tokens"
     return f"A {kind} {noun}{of}{trained} with titans-hf."
 
 
@@ -351,6 +360,7 @@ def training_rows(model: Model) -> list[tuple[str, str]]:
     data, tokenizer, settings = (recipe.get(name) or {} for name in ("data", "tokenizer", "training"))
     new = (tokenizer.get("train") or {}).get("vocab_size")
     rows = {
+        **({"teacher": model.teacher, "what learned": what_learned(recipe["distil"])} if model.teacher else {}),
         "data": data_source(data),
         "tokenizer": f"a byte-level BPE of {new:,} tokens, learned from the data" if new else tokenizer.get("name"),
         "tokens": f"{training['tokens']:,} in {training['steps']:,} steps",
@@ -364,6 +374,11 @@ def training_rows(model: Model) -> list[tuple[str, str]]:
         "command": f"`{training['command']}`",
     }
     return [(key, public(str(value)).replace("|", r"\|")) for key, value in rows.items() if value]
+
+
+def what_learned(distil: dict) -> str:
+    rank = distil.get("lora_rank")
+    return f"the memories, and attention by LoRA of rank {rank}, merged" if rank else "the memories alone"
 
 
 def data_source(data: dict) -> str | None:
@@ -409,7 +424,12 @@ def public(text: str) -> str:
 def trained_limits(model: Model) -> list[str]:
     number = parameters(model)
     limits = []
-    if model.training:
+    if model.teacher:
+        limits.append(
+            f"Its memories learned from {model.training['tokens']:,} tokens. Its other weights are those of "
+            f"{public(model.teacher)}, whose licence and limits hold for it."
+        )
+    elif model.training:
         limits.append(
             f"Trained on {model.training['tokens']:,} tokens: far fewer than models that are of use. It shows how such "
             "a model trains, and is not one to rely on."
