@@ -141,7 +141,7 @@ def test_what_cannot_be_drawn_is_refused():
     assert of.needles("nowhere", kinds=["passkey"]).vocabulary == 2065, "noise needs no text"
 
 
-@pytest.mark.parametrize("name", ["needles", "ablations-needles"])
+@pytest.mark.parametrize("name", ["needles", "passkeys", "ablations-needles"])
 def test_the_full_studies_keep_needles_beyond_what_attention_and_convolutions_reach(name):
     study = read_study(name)
     (settings,) = study.settings.values()
@@ -153,7 +153,7 @@ def test_the_full_studies_keep_needles_beyond_what_attention_and_convolutions_re
     assert max(settings["trained"]) == 1024
 
 
-@pytest.mark.parametrize("name", ["needles", "ablations-needles"])
+@pytest.mark.parametrize("name", ["needles", "passkeys", "ablations-needles"])
 def test_the_reduced_form_runs_to_its_table_with_all_controls(name, tmp_path):
     command = ["study", name, "--quick", "--out", str(tmp_path), "--record", str(tmp_path / "record")]
     done = CliRunner().invoke(app, command)

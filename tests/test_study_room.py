@@ -22,7 +22,7 @@ from titans_hf.studies.tasks import TASKS, groups, mqar  # noqa: E402
 from titans_hf.studies.tasks.groups import table_of  # noqa: E402
 from titans_hf.studies.tasks.task import UNLABELLED  # noqa: E402
 
-OF_NEEDLES = ("needles", "ablations-needles")  # test_study_needles.py runs these
+OF_NEEDLES = ("needles", "passkeys", "ablations-needles")  # test_study_needles.py runs these
 OF_TEXT = ("ablations-text", "chunk-mismatch", "depth", "depth-grid", "learning")
 STUDY = {
     "about": "a test",
