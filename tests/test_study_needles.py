@@ -150,7 +150,7 @@ def test_the_full_studies_keep_needles_beyond_what_attention_and_convolutions_re
     layers, window = study.sizes.num_hidden_layers, study.sizes.window
     assert window <= 128
     assert layers * (window - 1 + 2 * 3) < settings["apart"]
-    assert max(settings["trained"]) == 1024
+    assert max(settings["trained"]) == (256 if name == "passkeys" else 1024)
 
 
 @pytest.mark.parametrize("name", ["needles", "passkeys", "ablations-needles"])
