@@ -146,7 +146,7 @@ def test_the_full_studies_keep_needles_beyond_what_attention_and_convolutions_re
     study = read_study(name)
     (settings,) = study.settings.values()
     task = of.needles(**settings)
-    assert task.vocabulary == 2065
+    assert task.vocabulary == settings.get("words", 2048) + 17
     layers, window = study.sizes.num_hidden_layers, study.sizes.window
     assert window <= 128
     assert layers * (window - 1 + 2 * 3) < settings["apart"]
