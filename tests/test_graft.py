@@ -218,6 +218,18 @@ def test_the_sink_of_the_first_token_beyond_the_window_is_where_it_was(name, var
             assert_same(read(student, ids, pieces)[0], expected)
 
 
+@both
+def test_every_sink_is_at_a_distance_of_its_own(variant):
+    """In one layer, the token that the window has just taken beyond all sinks sees them where they are."""
+    torch.manual_seed(0)
+    source = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 1}, initializer_range=0.5)).eval()
+    student, ids = graft_of(source, variant, sinks=3), ids_of(2, WINDOW + 3)
+    with torch.no_grad():
+        expected = source(ids).logits[:, -1]
+        assert_same(student(ids, use_cache=False).logits[:, -1], expected)
+        assert_same(read(student, ids, [WINDOW + 2, 1])[0][:, -1], expected)
+
+
 def test_sinks_by_default_where_the_source_has_no_window():
     assert graft_config(source_of("llama").config).attention_sinks == 4
     assert graft_config(source_of("llama").config, window=3).attention_sinks == 3
