@@ -51,12 +51,13 @@ def spans(page: str) -> list[str]:
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
 
 
-def commands(page: str) -> list[list[str]]:
-    """The words of every command, from code blocks and from backticks."""
+def commands(page: str, mentioned: bool = True) -> list[list[str]]:
+    """The words of every command, from code blocks and, where those mentioned in a sentence count, from backticks."""
     blocks = re.findall(r"^    (?:\$ )?((?:.*\\\n)*.*)$", PAGES[page], re.MULTILINE)
     blocks += [code for language, code in re.findall(r"```(bash)\n(.*?)```", PAGES[page], re.DOTALL)]
     programs = ("python ", "titans ", "accelerate ", "lm_eval ")
-    lines = [line.replace("\\\n", " ") for line in (*blocks, *spans(page)) if line.startswith(programs)]
+    lines = [*blocks, *(spans(page) if mentioned else ())]
+    lines = [line.replace("\\\n", " ") for line in lines if line.startswith(programs)]
     return [shlex.split(line, comments=True) for line in lines]
 
 
@@ -138,6 +139,16 @@ def test_every_subcommand_of_titans_and_its_options_exist(page):
         if words[0] == "titans" and len(words) > 1:
             taken = [name for param in known[words[1]].params for name in param.opts]
             assert set(options(words)) <= {*taken, "--help"}, words
+
+
+@every_page
+def test_a_subcommand_in_a_code_block_has_all_that_it_requires(page):
+    known = typer.main.get_command(app).commands
+    for words in commands(page, mentioned=False):
+        if words[0] == "titans" and len(words) > 1 and "--help" not in words:
+            needed = [param for param in known[words[1]].params if param.required and param.param_type_name == "option"]
+            for param in needed:
+                assert set(param.opts) & set(words), (param.name, words)
 
 
 @every_page
